@@ -71,7 +71,7 @@ def patience() -> Iterator[None]:
         for each in kinds:
             vars(each).update(dict.fromkeys(names, 60.0))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(view, "ASK_SECONDS", 60.0)
+            patch.setattr(view, "LOOKUP_SECONDS", 60.0)
             yield
     finally:
         for each, values in zip(kinds, before, strict=True):

@@ -79,7 +79,7 @@ def check(p, d, prompts, alone, trouble):
     for prompt in prompts:
         prefill(p, prompt)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(view, "ASK_SECONDS_HASTY", 60.0)  # however slow the machine
+        patch.setattr(view, "SHORT_LOOKUP_SECONDS", 60.0)  # however slow the machine
         found = decode(d, prompts[0])
     assert (found.tokens, found.pulled) == (alone[0], PULLED)
     before = peer_store(d).metrics().fetched_pages
@@ -235,7 +235,7 @@ def test_tenants_find_their_pages_where_the_tenants_secret_is_the_same(
     tiny, prompts, alone, monkeypatch
 ):
     """Salts are in the hashes of blocks, as the server's middleware derives them."""
-    monkeypatch.setattr(view, "ASK_SECONDS_HASTY", 60.0)  # however slow the machine
+    monkeypatch.setattr(view, "SHORT_LOOKUP_SECONDS", 60.0)  # however slow the machine
     port, expected = free_port(), alone[0]
 
     def ask(llm, key, tenant):
@@ -272,7 +272,7 @@ def until(condition):
 
 @MORE
 def test_peers_come_and_go_by_the_file(tiny, prompts, alone, tmp_path, monkeypatch):
-    monkeypatch.setattr(view, "ASK_SECONDS_HASTY", 60.0)  # however slow the machine
+    monkeypatch.setattr(view, "SHORT_LOOKUP_SECONDS", 60.0)  # however slow the machine
     port, path = free_port(), tmp_path / "peers"
     path.write_text("# nobody yet\n")
     extra = {"listen": f"127.0.0.1:{free_port()}", "peers_file": str(path), "pull": "always"}

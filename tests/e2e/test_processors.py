@@ -75,14 +75,14 @@ def complete(server):
 def ask_all(folder):
     """Has every process that reported and is still there report anew."""
     before = time.time()
-    living = [path for path in folder.glob("*[0-9]") if Path("/proc", path.name).exists()]
-    for path in living:
+    running_engines = [path for path in folder.glob("*[0-9]") if Path("/proc", path.name).exists()]
+    for path in running_engines:
         os.kill(int(path.name), signal.SIGUSR2)
     deadline = time.monotonic() + 60
-    while any(path.stat().st_mtime < before for path in living):
+    while any(path.stat().st_mtime < before for path in running_engines):
         assert time.monotonic() < deadline, "a process does not report"
         time.sleep(0.2)
-    return living
+    return running_engines
 
 
 def assert_imports_nothing_of_vllms(told):
@@ -101,8 +101,8 @@ def test_a_server_loads_no_library_and_no_model_of_vllms(tiny, tmp_path):
     folder = tmp_path / "reports"
     with serve(tiny, OPTIONS, tmp_path / "log", environment=reporting(folder)) as server:
         assert complete(server)["usage"]["completion_tokens"] == 1
-        living = ask_all(folder)
-        for path in living:
+        running_engines = ask_all(folder)
+        for path in running_engines:
             assert VLLM not in Path("/proc", path.name, "maps").read_text()
     told = reports(folder)
     assert sum("vllm.v1.engine.core" in each["modules"] for each in told) >= 2

@@ -61,7 +61,7 @@ def loads(disk, pool):
 
 def turn(loads, most_bytes=10**9):
     """A step: what ended."""
-    loads.read_on()
+    loads.start_reads()
     loads.import_ready(most_bytes)
     return loads.finished()
 
@@ -125,14 +125,14 @@ def test_one_bad_page_fails_the_load_and_the_request_may_load_again(
 def test_a_load_that_was_taken_back_writes_nothing_any_more(loads, pool, held, how):
     before = [pool.block(block) for block in range(12)]
     loads.add(0, "r", keys_of(NAMES), range(1, 9))
-    loads.read_on()
+    loads.start_reads()
     if how == "cancel after reading":
         held.set()
         while loads.num_ready < 2:
-            loads.read_on()
+            loads.start_reads()
             time.sleep(0.001)
     if how == "lose the pool":
-        loads.lose_pool()
+        loads.drop_pool()
         loads.use(pool.pages)
     else:
         loads.cancel({"r"})
@@ -151,7 +151,7 @@ def test_a_load_that_was_taken_back_writes_nothing_any_more(loads, pool, held, h
 def test_a_request_that_loads_again_at_once_gets_its_second_load_only(disk, loads, pool, held):
     before = [pool.block(block) for block in range(5, 9)]
     loads.add(0, "r", keys_of(NAMES[:4]), range(5, 9))
-    loads.read_on()
+    loads.start_reads()
     loads.cancel({"r"})
     loads.add(1, "r", keys_of(NAMES[4:]), range(1, 5))
     held.set()
@@ -172,7 +172,7 @@ def test_whatever_happens_each_job_ends_once_and_no_memory_is_held(tmp_path_fact
     loads.use(pool.pages)
 
     def lose():
-        loads.lose_pool()
+        loads.drop_pool()
         loads.use(pool.pages)
 
     for action, number in actions:
@@ -213,8 +213,8 @@ def test_closing_with_loads_queued_does_not_hang(disk, pool, held):
     loads = LoadJobs(disk[0], 100 * PAGE_BYTES)
     loads.use(pool.pages)
     loads.add(0, "r", keys_of(NAMES), range(1, 9))
-    loads.read_on()
-    loads.lose_pool()
+    loads.start_reads()
+    loads.drop_pool()
     held.set()
     loads.close()
     assert [job.job_id for job in loads.finished()] == [0]

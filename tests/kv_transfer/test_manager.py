@@ -12,7 +12,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_metal.identity.fingerprint import Fingerprint
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.space import WriteResult
 from vllm_metal.kv_transfer.disk.view import DiskView
 from vllm_metal.kv_transfer.manager import MAX_FAILED_LOADS, PageManager
 from vllm_metal.kv_transfer.messages import TransferUpdate
@@ -50,12 +50,12 @@ def request(manager, req_id="r", salt=None, keys=()):
 
 def write(store, keys, namespace="shared"):
     for key in keys:
-        assert folder_of(store, namespace).write(key, PAGE, 1e9, 0) is Written.STORED
+        assert folder_of(store, namespace).write(key, PAGE, 1e9, 0) is WriteResult.STORED
 
 
 def found(manager, key, context):
     """What vLLM's scheduler is told, once the stores have been asked for the request."""
-    assert manager.stores_have_answered(lambda: [key], context)
+    assert manager.lookups_done(lambda: [key], context)
     return manager.lookup(key, context)
 
 
@@ -134,8 +134,8 @@ def test_a_day_s_writes_stop_and_go_on_the_next_day_while_reads_go_on(tmp_path, 
     store = store_on(tmp_path / "cache", limits, clock=lambda: now[0])
     context, keys = request(manager), keys_of("abcd").keys
     outcomes = [folder_of(store).write(key, PAGE, 1e9, 0) for key in keys]
-    num_stored = outcomes.count(Written.STORED)
-    assert 0 < num_stored < 4 and set(outcomes[num_stored:]) == {Written.OVER_BUDGET}
+    num_stored = outcomes.count(WriteResult.STORED)
+    assert 0 < num_stored < 4 and set(outcomes[num_stored:]) == {WriteResult.OVER_BUDGET}
     shared = store.namespace("shared")  # no step copies what nobody would write
     assert not any(store.wants(shared, key) for key in keys)
     assert found(manager, keys[0], context) is HIT
@@ -145,7 +145,7 @@ def test_a_day_s_writes_stop_and_go_on_the_next_day_while_reads_go_on(tmp_path, 
         4 - num_stored
     )
     assert stored(manager, keys, context) == keys[num_stored:]
-    assert folder_of(store).write(keys[-1], PAGE, 1e9, 0) is Written.STORED
+    assert folder_of(store).write(keys[-1], PAGE, 1e9, 0) is WriteResult.STORED
     store.close()
 
 
@@ -254,7 +254,7 @@ class Leased(Lookup):
     [
         pytest.param(lambda manager, context: manager.complete_load([], context), id="loaded"),
         pytest.param(PageManager.load_failed, id="failed"),
-        pytest.param(PageManager.loads_nothing, id="loads-nothing"),
+        pytest.param(PageManager.release_lookups, id="loads-nothing"),
         pytest.param(PageManager.on_request_finished, id="ended-before-it-began"),
     ],
 )

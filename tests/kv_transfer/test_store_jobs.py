@@ -91,7 +91,7 @@ def test_copies_are_written_once_their_step_is_known_to_be_computed(store, pool)
     assert stores.finished() == []
     stores.steps_computed(3)  # the steps with "a" and "b"; the last took none along
     assert finish(stores, 0, 1).keys() == {0, 1}
-    stores.lose_pool()
+    stores.drop_pool()
     lost = finish(stores, 2, 3)
     assert [job.num_bytes for job in lost.values()] == [0, 0] and not stores.busy
     assert [on_disk(store, of) for of in keys] == [[pool.block(3)], [pool.block(4)], [None], [None]]
@@ -229,7 +229,7 @@ def test_jobs_end_though_their_blocks_cannot_be_copied(store, pool, monkeypatch,
     stores.add(1, "s", keys_of("b", group=1), [3])
     with pytest.raises(RuntimeError):
         stores.queue_batch() if method == "queue_export" else stores.copy_now()
-    stores.lose_pool()
+    stores.drop_pool()
     assert {job.job_id for job in stores.finished()} == {0, 1} and not stores.busy
 
 
@@ -255,7 +255,7 @@ class Machine:
             step(stores, num_left=number % 3)
         elif action == "fails":
             stores.queue_batch()
-            stores.lose_pool()
+            stores.drop_pool()
             stores.use(self.pool.pages)
             stores.step_submitted()
             stores.end_step()
@@ -264,7 +264,7 @@ class Machine:
             try:
                 stores.queue_batch()
             except TypeError:
-                stores.lose_pool()
+                stores.drop_pool()
                 stores.use(self.pool.pages)
             self.pool.pages.queue_export = export
             stores.step_submitted()
@@ -274,7 +274,7 @@ class Machine:
             stores.drop_requests({f"r{number % 3}"})
         elif action == "sleep":
             stores.drain(5)
-            stores.lose_pool()
+            stores.drop_pool()
             stores.use(self.pool.pages)
         self.ended += [job.job_id for job in stores.finished()]
         assert 0 <= stores.staged_bytes <= 3 * PAGE_BYTES
@@ -306,7 +306,7 @@ def test_closing_does_not_wait_for_what_is_queued(tmp_path, pool, blocked):
     for number in range(5):
         stores.add(number, "r", keys_of([number]), [1 + number])
         stores.copy_now()
-    stores.lose_pool()
+    stores.drop_pool()
     store.writer.submit(lambda: None)
     blocked.set()
     store.close()

@@ -139,7 +139,7 @@ def test_blocks_of_a_request_that_has_ended_are_copied_before_others_get_them(ho
 
 @pytest.mark.parametrize("why", ["the step failed", "it is void", "it never ran on this pool"])
 def test_a_job_whose_blocks_hold_nothing_ends_at_once(hooks, why):
-    told = {"void_requests": frozenset(["r"])} if why == "it is void" else {}
+    told = {"invalid_requests": frozenset(["r"])} if why == "it is void" else {}
     new = [] if why == "it never ran on this pool" else ["r"]
     computed = why != "the step failed"
     job = {0: store_job("r", "a", [3])}

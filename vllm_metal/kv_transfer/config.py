@@ -84,7 +84,7 @@ class TransferConfig:
         return secret_file.read(self.salt_key, salts.SALT_KEY)
 
 
-def is_asked_for(vllm_config: VllmConfig | EngineArgs) -> bool:
+def is_enabled(vllm_config: VllmConfig | EngineArgs) -> bool:
     """Returns whether the configuration, in either form, enables a store outside the pool."""
     short = AdditionalConfig.of(vllm_config)
     by_us = any(getattr(short, key) is not None for kind in STORES for key in kind.short)
@@ -107,7 +107,7 @@ def metric_types_of(vllm_config: VllmConfig) -> dict[str, type]:
 
 
 def _stores(given: Mapping[str, Any], role: str) -> dict[str, StoreConfig]:
-    return {kind.name: kind.of(given, role) for kind in STORES if kind.is_asked_for(given)}
+    return {kind.name: kind.of(given, role) for kind in STORES if kind.is_enabled(given)}
 
 
 def complete_kv_transfer(vllm_config: VllmConfig) -> None:
@@ -168,11 +168,11 @@ def _check_stores(role: str, given: Mapping[str, Any]) -> None:
     for kind in STORES:
         others = [other for other in STORES if other is not kind]
         instead = None
-        if not any(other.is_asked_for(given) for other in others):
-            instead = " or ".join(other.asked_by for other in others)
+        if not any(other.is_enabled(given) for other in others):
+            instead = " or ".join(other.enabled_by for other in others)
         kind.check(given, role, EXTRA, instead)
-    if not any(kind.is_asked_for(given) for kind in STORES):
-        raise ValueError(f"{EXTRA} lacks {', or '.join(kind.asked_by for kind in STORES)}")
+    if not any(kind.is_enabled(given) for kind in STORES):
+        raise ValueError(f"{EXTRA} lacks {', or '.join(kind.enabled_by for kind in STORES)}")
 
 
 def _check_process(vllm_config: VllmConfig, given: Mapping[str, Any]) -> None:

@@ -115,7 +115,7 @@ class MetalKVConnector(OffloadingConnector):
         for group in status.group_states:
             group.next_stored_chunk_idx = 0
         keys = partial(self._usable_keys, request, num_computed_tokens)
-        if not self._manager.stores_have_answered(keys, status.req_context):
+        if not self._manager.lookups_done(keys, status.req_context):
             return None, False
         found = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if found[0] is not None or not status.transfer_jobs:
@@ -149,7 +149,7 @@ class MetalKVConnector(OffloadingConnector):
         for group in status.group_states:
             self._manager.touch_prefix(group.offload_keys, status.req_context)
         if num_external_tokens == 0:
-            self._manager.loads_nothing(status.req_context)
+            self._manager.release_lookups(status.req_context)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._wake_event is not None:
@@ -168,7 +168,7 @@ class MetalKVConnector(OffloadingConnector):
             frozenset(self._cancelled),
             discards,
             uses,
-            self._manager.asks_content,
+            self._manager.needs_content,
             self._cached_now(scheduler_output),
         )
         self._void, self._cancelled = set(), set()
@@ -202,7 +202,7 @@ class MetalKVConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if isinstance(update := connector_output.kv_connector_worker_meta, TransferUpdate):
             self._manager.update(update)
-            for req_id in update.loaded_in_part:
+            for req_id in update.partially_loaded:
                 self._load_failed(req_id)
             if update.pins is not None and self.pins is not None:
                 self.pins.change(update.pins)
@@ -230,14 +230,14 @@ class MetalKVConnector(OffloadingConnector):
         keeps, _ = super().request_finished_all_groups(request, block_ids)
         if not request.kv_transfer_params:
             return keeps, None
-        return keeps, self._manager.params_for_others(request.request_id)
+        return keeps, self._manager.kv_transfer_params(request.request_id)
 
     def reset_cache(self) -> bool:
         """Removes no stored page, as vLLM also resets all caches when an engine goes to sleep."""
         # Stored pages remain valid: their keys are hashes of the text, per content. The worker must
         # report its content, as an engine may wake up with other weights. Jobs continue and are
         # reported; vLLM's own reset forgets them, and must not be called again while one is active.
-        self._manager.asks_content = True
+        self._manager.needs_content = True
         return True
 
     def cancel_loads(self, req_ids: Iterable[str]) -> None:

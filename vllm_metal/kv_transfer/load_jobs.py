@@ -16,7 +16,7 @@ from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 
 from vllm_metal.engine.kv_cache.pages import BlockPages
-from vllm_metal.kv_transfer.messages import Ended, PageKeys
+from vllm_metal.kv_transfer.messages import JobResult, PageKeys
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.page_store import PageStore
@@ -120,7 +120,7 @@ class LoadJobs:
         self._read: SimpleQueue[tuple[_Piece, bool]] = SimpleQueue()
         self._ready: deque[_Piece] = deque()
         self._num_reading = 0
-        self._ended: list[Ended] = []
+        self._ended: list[JobResult] = []
 
     def use(self, pages: BlockPages) -> None:
         """Makes later jobs load pages into this pool."""
@@ -152,7 +152,7 @@ class LoadJobs:
         """Memory of pages that are not in the pool yet."""
         return self._staging.num_bytes
 
-    def lose_pool(self) -> None:
+    def drop_pool(self) -> None:
         """Ends all loads, as their blocks are gone, and drops what threads still read."""
         self.cancel()
         self._ready.clear()
@@ -187,7 +187,7 @@ class LoadJobs:
         seconds = self._clock() - job.started
         missing = self._missing(job) if job.failed else frozenset()
         self._ended.append(
-            Ended(job.job_id, job.req_id, job.num_bytes, seconds, job.failed, missing)
+            JobResult(job.job_id, job.req_id, job.num_bytes, seconds, job.failed, missing)
         )
 
     def _missing(self, job: _Job) -> frozenset[int]:
@@ -196,7 +196,7 @@ class LoadJobs:
             return frozenset()
         return frozenset(job.blocks) - job.loaded
 
-    def read_on(self, most_pieces: int | None = None) -> None:
+    def start_reads(self, most_pieces: int | None = None) -> None:
         """Starts more reads while staging memory is free; called by the engine's thread.
 
         `most_pieces`: limit of pieces being read or waiting to enter the pool; None: no limit.
@@ -263,7 +263,7 @@ class LoadJobs:
         if not self._of_requests and not self._num_reading:
             self._staging.clear()
 
-    def finished(self) -> list[Ended]:
+    def finished(self) -> list[JobResult]:
         """Returns jobs that ended since the last call."""
         ended, self._ended = self._ended, []
         return ended

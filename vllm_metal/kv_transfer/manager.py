@@ -51,7 +51,7 @@ class PageManager(OffloadingManager):
         self._salts: dict[str, str | None] = {}  # by request id, until `on_new_request`
         self._writing: set[OffloadKey] = set()
         #: Whether the worker must report its content before stores are asked for pages.
-        self.asks_content = False
+        self.needs_content = False
         self._discards: dict[int, Discard] = {}  # by number; their pages may still exist
         self._num_discards = 0
         self._pending_discards: list[Discard] = []
@@ -84,7 +84,7 @@ class PageManager(OffloadingManager):
             req_context.set_state(_Request(namespace, self._clock()))
         return RequestOffloadingContext()
 
-    def stores_have_answered(
+    def lookups_done(
         self, keys: Callable[[], Sequence[OffloadKey]], req_context: ReqContext
     ) -> bool:
         """Returns whether all stores have answered a request's lookups; the first call starts them.
@@ -92,7 +92,7 @@ class PageManager(OffloadingManager):
         `keys` returns the pages that the request could use.
         """
         request = _of(req_context)
-        if self.asks_content and self._views:
+        if self.needs_content and self._views:
             return False
         for name, view in self._views.items():
             if name not in request.lookups:
@@ -128,7 +128,7 @@ class PageManager(OffloadingManager):
         self._release(req_context, failed=True)
         _of(req_context).failed_loads += 1
 
-    def loads_nothing(self, req_context: ReqContext) -> None:
+    def release_lookups(self, req_context: ReqContext) -> None:
         """Releases the lookups of a request that begins without stored pages."""
         self._release(req_context)
 
@@ -185,7 +185,7 @@ class PageManager(OffloadingManager):
 
     def update(self, update: TransferUpdate) -> None:
         if update.content is not None:
-            self.asks_content = False
+            self.needs_content = False
             for view in self._views.values():
                 view.use(update.content)
         for name, message in update.stores.items():
@@ -209,9 +209,9 @@ class PageManager(OffloadingManager):
         self._metrics |= new
         return {whose: asdict(each) for whose, each in new.items()}
 
-    def params_for_others(self, req_id: str) -> dict[str, Any] | None:
+    def kv_transfer_params(self, req_id: str) -> dict[str, Any] | None:
         """Returns kv_transfer_params for the engine that continues a request; None without any."""
-        found = (view.params_for_others(req_id) for view in self._views.values())
+        found = (view.kv_transfer_params(req_id) for view in self._views.values())
         return next((params for params in found if params is not None), None)
 
     def shutdown(self) -> None:

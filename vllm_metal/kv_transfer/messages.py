@@ -37,7 +37,7 @@ class PageKeys(LoadStoreSpec):
 
 
 @dataclass(frozen=True)
-class Ended:
+class JobResult:
     """A finished or failed job. If a load failed, its request computes the tokens."""
 
     job_id: int
@@ -73,13 +73,13 @@ class TransferMetadata(OffloadingConnectorMetadata):
     """A step's jobs, and what became invalid since the step before."""
 
     #: Requests with invalid blocks: their stores must be dropped.
-    void_requests: frozenset[str] = frozenset()
+    invalid_requests: frozenset[str] = frozenset()
     #: Requests whose loads must end: their blocks belong to others from this step on.
     cancelled_loads: frozenset[str] = frozenset()
     discards: list[Discard] = field(default_factory=list)
     uses: list[Use] = field(default_factory=list)
     #: Whether the worker must report its content, since other weights may have been loaded.
-    asks_content: bool = False
+    needs_content: bool = False
     #: Changes of the pool's cached blocks before this step, if peers may have them; None: none.
     cached: CacheChanges | None = None
 
@@ -92,7 +92,7 @@ class TransferUpdate(OffloadingWorkerMetadata):
     discarded: list[int] = field(default_factory=list)  # numbers of completed discards
     stores: dict[str, Any] = field(default_factory=dict)  # messages by store
     #: Requests that continue with the first part of a failed load.
-    loaded_in_part: set[str] = field(default_factory=set)
+    partially_loaded: set[str] = field(default_factory=set)
     pins: PinChanges | None = None  # None: unchanged
 
 

@@ -197,7 +197,7 @@ class View:
         """Returns an instance of `StoreConfig.view_metrics_type`; None without metrics."""
         return None
 
-    def params_for_others(self, req_id: str) -> dict[str, Any] | None:
+    def kv_transfer_params(self, req_id: str) -> dict[str, Any] | None:
         """Returns kv_transfer_params for the engine that continues a request; None without any."""
         return None
 
@@ -217,16 +217,16 @@ class StoreConfig:
     # the two sides import what these need.
 
     name: ClassVar[str]
-    asked_by: ClassVar[str]  # the settings that enable it, for messages
-    asking: ClassVar[Sequence[str]]  # the same as keys; any of them enables it
+    enabled_by: ClassVar[str]  # the settings that enable it, for messages
+    enabling_keys: ClassVar[Sequence[str]]  # the same as keys; any of them enables it
     readers: ClassVar[Mapping[str, values.Reader]]  # by key of kv_connector_extra_config
     #: Maps its keys of --additional-config to those of kv_connector_extra_config.
     short: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
-    def is_asked_for(cls, given: Mapping[str, Any]) -> bool:
+    def is_enabled(cls, given: Mapping[str, Any]) -> bool:
         """Returns whether the given values enable the store."""
-        return any(given.get(key) for key in cls.asking)
+        return any(given.get(key) for key in cls.enabling_keys)
 
     @classmethod
     def check(cls, given: Mapping[str, Any], role: str, where: str, instead: str | None) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadKey, get_offload_group_idx
 from vllm_metal.device import errors
 from vllm_metal.engine.kv_cache.pages import BlockPages
 from vllm_metal.kv_transfer.batch_writer import BatchWriter, PageBatch, PoolPage, StoreJob
-from vllm_metal.kv_transfer.messages import Ended, PageKeys
+from vllm_metal.kv_transfer.messages import JobResult, PageKeys
 
 if TYPE_CHECKING:
     from vllm_metal.kv_transfer.page_store import PageStore
@@ -72,7 +72,7 @@ class StoreJobs:
         self._submitted: deque[list[PageBatch]] = deque()  # by step that may fail, oldest first
         self._due_bytes = self._staged_bytes = 0
         self._step = 0
-        self._ended: list[Ended] = []
+        self._ended: list[JobResult] = []
         self._writer = BatchWriter(store, block_size)
 
     def use(self, pages: BlockPages) -> None:
@@ -145,7 +145,7 @@ class StoreJobs:
 
     def refuse(self, job_id: int, req_id: str) -> None:
         """Ends a job without storing anything."""
-        self._ended.append(Ended(job_id, req_id))
+        self._ended.append(JobResult(job_id, req_id))
 
     def end_step(self) -> None:
         """Makes the pages of jobs added in this step due for copying."""
@@ -261,7 +261,7 @@ class StoreJobs:
         job.pages_left -= 1
         if job.pages_left == 0:
             seconds = self._clock() - job.started
-            self._ended.append(Ended(job.job_id, job.req_id, job.num_bytes, seconds))
+            self._ended.append(JobResult(job.job_id, job.req_id, job.num_bytes, seconds))
 
     def drop(self, which: Callable[[PoolPage], bool] = lambda page: True) -> int:
         """Drops due pages for which `which` returns True; returns their number."""
@@ -291,7 +291,7 @@ class StoreJobs:
         for batch in (batch for batches in self._submitted for batch in batches):
             batch.unwanted.update(page for page in batch.pages if which(page))
 
-    def lose_pool(self) -> None:
+    def drop_pool(self) -> None:
         """Drops all copies that may be invalid, as the pool's contents are lost."""
         self.drop()
         for batch in (batch for batches in (*self._submitted, self._queued) for batch in batches):
@@ -302,7 +302,7 @@ class StoreJobs:
         self._submitted.clear()
         del self._pages
 
-    def finished(self) -> list[Ended]:
+    def finished(self) -> list[JobResult]:
         """Returns jobs that ended since the last call."""
         self._collect_written()
         ended, self._ended = self._ended, []

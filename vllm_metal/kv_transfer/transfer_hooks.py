@@ -111,8 +111,8 @@ class TransferHooks(StepHooks):
                 self.store_jobs.drain(DRAIN_SECONDS)
         except Exception:
             logger.exception("Blocks could not be copied out of the KV pool before it is freed")
-        self.store_jobs.lose_pool()
-        self.load_jobs.lose_pool()
+        self.store_jobs.drop_pool()
+        self.load_jobs.drop_pool()
         if (shared := self.store.shared_pool) is not None:
             shared.clear()
         self._on_pool.clear()
@@ -143,13 +143,13 @@ class TransferHooks(StepHooks):
         """Passes invalidations, uses and expected pages of a step to the stores."""
         # Drop by key, too: other requests with the same blocks lose them, as this step may clear
         # them.
-        self.store_jobs.drop_requests(metadata.void_requests)
+        self.store_jobs.drop_requests(metadata.invalid_requests)
         for discard in metadata.discards:
             self.store_jobs.drop_keys(discard.keys)
             self.store.discard(discard)
         for use in metadata.uses:
             self.store.touch(use)
-        if metadata.asks_content:
+        if metadata.needs_content:
             self._pending_content = self.store.content
         for job_id, job in metadata.store_jobs.items():
             assert isinstance(job.dst_spec, PageKeys)
@@ -186,7 +186,7 @@ class TransferHooks(StepHooks):
 
     def _add_store(self, job_id: int, job: TransferJob) -> None:
         # A request that ended before this pool was made left nothing in its blocks.
-        if job.req_id in self._metadata.void_requests or job.req_id not in self._on_pool:
+        if job.req_id in self._metadata.invalid_requests or job.req_id not in self._on_pool:
             self.store_jobs.refuse(job_id, job.req_id)
             return
         keys, blocks = _pages(job, job.dst_spec, job.src_spec)
@@ -197,7 +197,7 @@ class TransferHooks(StepHooks):
         self._read_on()
 
     def _read_on(self) -> None:
-        self.load_jobs.read_on(PIECES_AHEAD_BESIDE if self._decoding else None)
+        self.load_jobs.start_reads(PIECES_AHEAD_BESIDE if self._decoding else None)
 
     def before_submit(self) -> None:
         assert self._runner is not None
@@ -245,7 +245,7 @@ class TransferHooks(StepHooks):
             if load.num_bytes:
                 update.transfer_stats.load.record(load.num_bytes, load.seconds)
         in_part = {load.req_id for load in loaded if load.missing_blocks}
-        update.loaded_in_part = in_part
+        update.partially_loaded = in_part
         self.store.add_messages(update)
         update.content, self._pending_content = self._pending_content, None
         if update == TransferUpdate():

@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_metal.engine.spec_decode import mtp_folders
 from vllm_metal.engine.spec_decode.checkpoint import default_mtp_drafts
 from vllm_metal.identity.model_files import ModelLoadError
-from vllm_metal.kv_transfer.config import is_asked_for
+from vllm_metal.kv_transfer.config import is_enabled
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.settings.draft_methods import OFF_SWITCH
 
@@ -78,7 +78,7 @@ def _obstacles(args: EngineArgs, model: ModelConfig, num_drafts: int) -> Iterato
     yield bool(args.logits_processors) or bool(entry_points(group=_PLUGINS))
     # What a store or a peer holds has been written without drafts: another configuration, another
     # fingerprint, so it would no longer be found. And each step would wait for the one before.
-    yield is_asked_for(args)
+    yield is_enabled(args)
     # vLLM would want room for the drafts of --max-num-seqs requests in each step.
     yield args.enable_lora
     yield args.kv_sharing_fast_prefill

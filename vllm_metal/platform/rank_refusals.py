@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vllm_metal.engine.models import staged_families
 from vllm_metal.engine.spec_decode.registry import BY_NAME
-from vllm_metal.kv_transfer.config import is_asked_for
+from vllm_metal.kv_transfer.config import is_enabled
 from vllm_metal.settings.runner import pools
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _common_refusals(config: VllmConfig, model: ModelConfig, options: str) -> di
             multimodal is not None and not multimodal.language_model_only
         ),
         f"--kv-transfer-config, or a prefix cache on disk, {with_options} (each rank has "
-        "only a part of the K/V)": is_asked_for(config),
+        "only a part of the K/V)": is_enabled(config),
         f"--enable-sleep-mode {with_options}": model.enable_sleep_mode,
         f"--speculative-config {with_options} and a draft network (n-gram and suffix drafts "
         "are supported)": method is not None and method.has_network,

@@ -24,7 +24,7 @@ from vllm_metal.engine.spec_decode.registry import (
     SPECULATIVE_METHODS,
     drafts_for_others,
 )
-from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE, is_asked_for
+from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE, is_enabled
 from vllm_metal.platform import rank_refusals
 from vllm_metal.platform.image_refusals import image_refusals
 from vllm_metal.platform.refused_options import refused_options
@@ -131,7 +131,7 @@ def _transfer_refusals(config: VllmConfig) -> dict[str, bool]:
             config.cache_config.kv_offloading_size is not None
         ),
         "--kv-transfer-config or a prefix_cache_dir with --runner pooling (K/V stay in the pool)": (
-            pools(config) and is_asked_for(config)
+            pools(config) and is_enabled(config)
         ),
     }
     transfer = config.kv_transfer_config

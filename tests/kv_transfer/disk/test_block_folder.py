@@ -8,7 +8,7 @@ import threading
 import pytest
 from kv_transfer.disk import naive
 
-from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.space import WriteResult
 
 KEY = naive.key(7)
 PAGE = naive.block(7)
@@ -42,7 +42,7 @@ def file_of(root, number, namespace="shared"):
 def test_a_block_comes_back(folder, cache):
     assert not folder.contains(KEY)
     assert read(folder, 7) is None
-    assert write(folder, 7) is Written.STORED
+    assert write(folder, 7) is WriteResult.STORED
     assert folder.contains(KEY)
     assert read(folder, 7) == PAGE
     stats = cache.stats()
@@ -53,7 +53,7 @@ def test_a_block_comes_back(folder, cache):
 def test_a_block_is_written_once(folder, root, cache):
     write(folder, 7)
     before = file_of(root, 7).stat()
-    assert write(folder, 7) is Written.PRESENT
+    assert write(folder, 7) is WriteResult.PRESENT
     assert file_of(root, 7).stat() == before
     assert cache.stats().num_written == 1
 
@@ -107,10 +107,10 @@ def test_a_thread_that_waited_for_a_failed_write_writes_itself(folder, monkeypat
 def test_what_another_engine_wrote_is_found(folder, make_cache):
     other = make_cache().blocks(naive.FINGERPRINT, naive.FACTS)
     assert not folder.contains(KEY)
-    assert write(other, 7) is Written.STORED
+    assert write(other, 7) is WriteResult.STORED
     assert folder.contains(KEY)
     assert read(folder, 7) == PAGE
-    assert write(folder, 7) is Written.PRESENT
+    assert write(folder, 7) is WriteResult.PRESENT
 
 
 def test_another_engine_that_is_faster_wins(folder, make_cache, root, monkeypatch):
@@ -121,11 +121,11 @@ def test_another_engine_that_is_faster_wins(folder, make_cache, root, monkeypatc
 
     def while_other_writes(*args):
         monkeypatch.setattr(os, "pwritev", pwritev)
-        assert write(other, 7) is Written.STORED
+        assert write(other, 7) is WriteResult.STORED
         return pwritev(*args)
 
     monkeypatch.setattr(os, "pwritev", while_other_writes)
-    assert write(folder, 7) is Written.PRESENT
+    assert write(folder, 7) is WriteResult.PRESENT
     assert len(naive.files(root)) == 1
     assert not naive.files(root, "*.tmp")
     assert cache.stats().bytes == naive.room(root)
@@ -163,7 +163,7 @@ def test_a_vanished_file_is_a_miss(folder, root, cache):
     assert read(folder, 7) is None
     assert not folder.contains(KEY)
     assert (cache.stats().num_vanished, cache.stats().num_corrupt) == (1, 0)
-    assert write(folder, 7) is Written.STORED
+    assert write(folder, 7) is WriteResult.STORED
 
 
 def damage_truncate(path):
@@ -201,7 +201,7 @@ def test_a_bad_file_is_a_miss_and_removed(folder, root, cache, damage):
     assert not os.path.lexists(path)
     assert not folder.contains(KEY)
     assert cache.stats().num_corrupt == 1
-    assert write(folder, 7) is Written.STORED
+    assert write(folder, 7) is WriteResult.STORED
     assert read(folder, 7) == PAGE
 
 
@@ -342,10 +342,10 @@ def test_touching_what_is_gone_forgets_it(folder, root):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda folder: folder.write(b"k" * 65, PAGE, 0.0, 0) is Written.FAILED,
-        lambda folder: folder.write(b"", PAGE, 0.0, 0) is Written.FAILED,
-        lambda folder: folder.write(KEY, PAGE, float("nan"), 0) is Written.FAILED,
-        lambda folder: folder.write(KEY, PAGE[::2], 0.0, 0) is Written.FAILED,
+        lambda folder: folder.write(b"k" * 65, PAGE, 0.0, 0) is WriteResult.FAILED,
+        lambda folder: folder.write(b"", PAGE, 0.0, 0) is WriteResult.FAILED,
+        lambda folder: folder.write(KEY, PAGE, float("nan"), 0) is WriteResult.FAILED,
+        lambda folder: folder.write(KEY, PAGE[::2], 0.0, 0) is WriteResult.FAILED,
         lambda folder: folder.read(KEY, naive.blank(PAGE)[::2]) is False,
         lambda folder: folder.read(b"k" * 65, naive.blank(PAGE)) is False,
         lambda folder: folder.touch([KEY, b"k" * 65], float("inf")) is None,

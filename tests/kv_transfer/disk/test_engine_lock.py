@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 
-from vllm_metal.kv_transfer.disk.engine_lock import EngineLock, living
+from vllm_metal.kv_transfer.disk.engine_lock import EngineLock, running_engines
 
 HOLD = """
 import sys, time
@@ -19,22 +19,22 @@ time.sleep(600)
 
 def test_an_engine_lives_until_it_is_closed(root):
     one, two = EngineLock(root), EngineLock(root)
-    assert living(root) == {one.name, two.name}
+    assert running_engines(root) == {one.name, two.name}
     assert one.is_known()
     one.close()
-    assert living(root) == {two.name}
+    assert running_engines(root) == {two.name}
     two.close()
-    assert living(root) == set()
+    assert running_engines(root) == set()
 
 
 def test_an_engine_lives_until_it_is_killed(root):
     child = subprocess.Popen([sys.executable, "-c", HOLD, root], stdout=subprocess.PIPE, text=True)
     held = child.stdout.readline().strip()
     assert held.startswith(f"{child.pid}-")
-    assert held in living(root)
+    assert held in running_engines(root)
     child.send_signal(signal.SIGKILL)
     child.communicate(timeout=60)
-    assert living(root) == set()
+    assert running_engines(root) == set()
     assert not list((root / "engines").iterdir())
 
 
@@ -48,5 +48,5 @@ def test_a_lock_whose_file_is_gone_is_of_no_use(root):
 def test_other_files_stay(root):
     EngineLock(root).close()
     (root / "engines" / ".DS_Store").write_text("")
-    assert living(root) == set()
+    assert running_engines(root) == set()
     assert (root / "engines" / ".DS_Store").exists()

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kv_transfer.disk import naive
 
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.space import WriteResult
 from vllm_metal.kv_transfer.disk.store import DiskStore
 
 LIMIT = 4096 * 14
@@ -41,8 +41,8 @@ class Cache(RuleBasedStateMachine):
         self.now += 1
         folder = self.folder(engine, namespace)
         outcome = folder.write(naive.key(number), naive.block(number), self.now, number)
-        assert outcome in (Written.STORED, Written.PRESENT)
-        if outcome is Written.STORED:
+        assert outcome in (WriteResult.STORED, WriteResult.PRESENT)
+        if outcome is WriteResult.STORED:
             assert self.on_disk(namespace, number)
         self.may_hold.add((namespace, number))
 

@@ -14,7 +14,7 @@ from kv_transfer.disk import naive
 from vllm_metal.kv_transfer.disk import maintenance
 from vllm_metal.kv_transfer.disk.ledger import Ledger
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.space import WriteResult
 from vllm_metal.kv_transfer.disk.store import DiskStore
 
 TESTS = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_an_engine_that_is_killed_leaves_nothing_that_stays(root, dies):
     for number in range(60):
         block = naive.block(number, 3000)
         outcome = folder.write(naive.key(number), block, time.time(), 0)
-        assert outcome in (Written.STORED, Written.PRESENT)
+        assert outcome in (WriteResult.STORED, WriteResult.PRESENT)
         assert cache.stats().bytes == naive.room(root) <= LIMIT
     cache.close()
 

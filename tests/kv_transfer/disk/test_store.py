@@ -12,9 +12,9 @@ from kv_transfer.disk import naive
 from kv_transfer.disk.naive import blocks
 
 from vllm_metal.identity.fingerprint import Fingerprint, PoolContent
-from vllm_metal.kv_transfer.disk.ledger import Ledger, peek
+from vllm_metal.kv_transfer.disk.ledger import Ledger, read_balance
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.space import WriteResult
 from vllm_metal.kv_transfer.disk.store import DiskStore
 
 #: Bytes that the file of `naive.block` counts for, and those of a ledger and a manifest.
@@ -43,7 +43,7 @@ def test_a_restart_finds_all(make_cache):
     first = make_cache()
     folder = blocks(first)
     for number in range(5):
-        assert write(folder, number) is Written.STORED
+        assert write(folder, number) is WriteResult.STORED
     first.close()
     folder = blocks(make_cache())
     assert there(folder, range(6)) == [0, 1, 2, 3, 4]
@@ -143,7 +143,7 @@ def test_a_file_in_place_of_the_root_is_an_error(make_cache, root):
 def test_a_folder_that_finder_has_seen_is_taken(make_cache, root):
     root.mkdir()
     (root / ".DS_Store").write_text("x")
-    assert write(blocks(make_cache()), 1) is Written.STORED
+    assert write(blocks(make_cache()), 1) is WriteResult.STORED
 
 
 # Bytes
@@ -154,7 +154,7 @@ def test_the_limit_holds_at_every_write(make_cache, root):
     cache = make_cache(limit)
     folder = blocks(cache)
     for number in range(50):
-        assert write(folder, number) is Written.STORED
+        assert write(folder, number) is WriteResult.STORED
         assert naive.room(root) == cache.stats().bytes <= limit
     assert cache.stats().num_evicted == 50 - len(naive.files(root))
     assert len(naive.files(root)) >= 9
@@ -175,7 +175,7 @@ def test_the_manifest_of_what_is_being_stored_stays(make_cache, root):
     cache = make_cache(REST + ROOM)
     folder = blocks(cache)
     for number in range(3):
-        assert write(folder, number) is Written.STORED
+        assert write(folder, number) is WriteResult.STORED
         assert cache.manifests().keys() == {naive.FINGERPRINT}
         assert cache.stats().bytes == naive.room(root) == REST + ROOM
 
@@ -224,7 +224,7 @@ def test_a_fingerprint_that_was_evicted_comes_back(make_cache, root):
         write(two, number)
     assert not (root / "aa").exists()
     assert not one.contains(naive.key(1))
-    assert write(one, 2, used_at=99.0) is Written.STORED
+    assert write(one, 2, used_at=99.0) is WriteResult.STORED
     assert read(one, 2)
     assert "aa" in cache.manifests()
 
@@ -234,7 +234,7 @@ def test_a_block_larger_than_the_limit_evicts_nothing(make_cache, root):
     folder = blocks(cache)
     write(folder, 1)
     large = memoryview(bytes(4 * ROOM))
-    assert folder.write(naive.key(2), large, 5.0, 0) is Written.NO_ROOM
+    assert folder.write(naive.key(2), large, 5.0, 0) is WriteResult.NO_ROOM
     assert read(folder, 1)
     assert cache.stats().num_refused["no_room"] == 1
 
@@ -248,14 +248,14 @@ def test_files_of_others_count_and_stay(make_cache, root, clock):
     (root / "theirs" / "a.kv.1-00000000.1.tmp").write_text("")
     folder.discard([naive.key(1)])
     other = blocks(make_cache(REST + 4 * ROOM))
-    assert write(other, 1) is Written.NO_ROOM
+    assert write(other, 1) is WriteResult.NO_ROOM
     assert {path.name for path in (root / "theirs").iterdir()} == {
         "file",
         "a.kv.1-00000000.1.tmp",
     }
     (root / "theirs" / "file").unlink()
     clock.now += 11
-    assert write(other, 1) is Written.STORED
+    assert write(other, 1) is WriteResult.STORED
 
 
 def test_a_lower_limit_holds_after_the_start(make_cache, root):
@@ -283,7 +283,7 @@ def test_a_start_corrects_the_ledger(make_cache, root, damage):
     else:
         ledger = Ledger(root)
         with ledger.locked() as balance:
-            ledger.enter(balance.plus(-(10**9) if damage == "too low" else 10**9))
+            ledger.write_balance(balance.plus(-(10**9) if damage == "too low" else 10**9))
         ledger.close()
     cache = make_cache(REST + 5 * ROOM)
     naive.wait_until(lambda: cache.stats().bytes == naive.room(root))
@@ -298,7 +298,7 @@ def test_a_root_that_is_removed_under_an_engine_is_made_again(make_cache, root):
         path.rmdir() if path.is_dir() else path.unlink()
     root.rmdir()
     assert not read(folder, 1)
-    assert write(folder, 1) is Written.STORED
+    assert write(folder, 1) is WriteResult.STORED
     assert read(folder, 1)
     assert cache.stats().bytes == naive.room(root)
 
@@ -310,7 +310,7 @@ def test_writes_stop_at_the_budget_and_reads_go_on(make_cache, clock, log, root)
     cache = make_cache(daily=4096 + 3 * ROOM)  # a manifest, and three blocks
     folder = blocks(cache)
     outcomes = [write(folder, number) for number in range(6)]
-    assert outcomes == [Written.STORED] * 3 + [Written.OVER_BUDGET] * 3
+    assert outcomes == [WriteResult.STORED] * 3 + [WriteResult.OVER_BUDGET] * 3
     assert there(folder, range(6)) == [0, 1, 2]
     assert cache.stats().num_refused["over_budget"] == 3
     assert cache.stats().written_today == 4096 + 3 * ROOM
@@ -319,34 +319,34 @@ def test_writes_stop_at_the_budget_and_reads_go_on(make_cache, clock, log, root)
 
     midnight = datetime.fromtimestamp(clock.now).replace(hour=0, minute=0) + timedelta(days=1)
     clock.now = midnight.timestamp() - 1
-    assert write(folder, 3) is Written.OVER_BUDGET
+    assert write(folder, 3) is WriteResult.OVER_BUDGET
     clock.now = midnight.timestamp() + 1
     assert cache.stats().written_today == 0
-    assert [write(folder, number) for number in range(3, 8)] == [Written.STORED] * 3 + [
-        Written.OVER_BUDGET
+    assert [write(folder, number) for number in range(3, 8)] == [WriteResult.STORED] * 3 + [
+        WriteResult.OVER_BUDGET
     ] * 2
     assert log.text.count("prefix_cache_daily_writes") == 2
 
 
 def test_all_engines_share_the_budget_and_restarts_keep_it(make_cache):
     one, two = make_cache(daily=4096 + 3 * ROOM), make_cache(daily=4096 + 3 * ROOM)
-    assert write(blocks(one), 1) is Written.STORED
-    assert write(blocks(two), 2) is Written.STORED
+    assert write(blocks(one), 1) is WriteResult.STORED
+    assert write(blocks(two), 2) is WriteResult.STORED
     one.close()
     three = blocks(make_cache(daily=4096 + 3 * ROOM))
-    assert write(three, 3) is Written.STORED
-    assert write(three, 4) is Written.OVER_BUDGET
-    assert write(blocks(two), 5) is Written.OVER_BUDGET
+    assert write(three, 3) is WriteResult.STORED
+    assert write(three, 4) is WriteResult.OVER_BUDGET
+    assert write(blocks(two), 5) is WriteResult.OVER_BUDGET
 
 
 def test_a_clock_that_was_wrong_does_not_stop_writes_for_ever(make_cache, clock):
     folder = blocks(make_cache(daily=4096 + ROOM))
     right = clock.now
     clock.now += 400 * 86400
-    assert write(folder, 1) is Written.STORED
-    assert write(folder, 2) is Written.OVER_BUDGET
+    assert write(folder, 1) is WriteResult.STORED
+    assert write(folder, 2) is WriteResult.OVER_BUDGET
     clock.now = right
-    assert write(folder, 2) is Written.STORED
+    assert write(folder, 2) is WriteResult.STORED
 
 
 # A disk that fails
@@ -388,19 +388,19 @@ def test_a_disk_that_fails_leaves_nothing_and_pauses_writes(
     before = cache.stats().bytes
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail(number))
-        assert write(folder, 2) is Written.FAILED
+        assert write(folder, 2) is WriteResult.FAILED
     assert not naive.files(root, "*.tmp")
     assert cache.stats().bytes == before == naive.room(root)
-    assert write(folder, 2) is Written.FAILED
-    assert write(folder, 3) is Written.FAILED
+    assert write(folder, 2) is WriteResult.FAILED
+    assert write(folder, 3) is WriteResult.FAILED
     assert read(folder, 1)
     assert log.text.count("has stopped storing blocks") == 1
     assert os.strerror(number) in log.text
     assert cache.stats().num_refused == {"over_budget": 0, "no_room": 0, "failed": 1, "paused": 2}
     clock.now += 59
-    assert write(folder, 2) is Written.FAILED
+    assert write(folder, 2) is WriteResult.FAILED
     clock.now += 2
-    assert write(folder, 2) is Written.STORED
+    assert write(folder, 2) is WriteResult.STORED
     assert read(folder, 2)
 
 
@@ -417,7 +417,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_block(make_cache, root, monkeypa
         return pwritev(descriptor, [buffers[0][:50]], offset)
 
     monkeypatch.setattr(os, "pwritev", short_then_full)
-    assert write(folder, 1) is Written.FAILED
+    assert write(folder, 1) is WriteResult.FAILED
     assert len(calls) == 4
     assert not naive.files(root, "*.tmp")
     assert not folder.contains(naive.key(1))
@@ -432,7 +432,7 @@ def test_one_warning_while_a_disk_stays_full(make_cache, clock, log, monkeypatch
             write(folder, number)
             clock.now += 61
     assert log.text.count("has stopped storing blocks") == 1
-    assert write(folder, 9) is Written.STORED
+    assert write(folder, 9) is WriteResult.STORED
     monkeypatch.setattr(os, "ftruncate", fail(errno.ENOSPC))
     write(folder, 10)
     assert log.text.count("has stopped storing blocks") == 2
@@ -457,8 +457,8 @@ def test_a_root_that_can_only_be_read(make_cache, root, log, monkeypatch, number
     cache = make_cache()
     folder = cache.blocks(naive.FINGERPRINT, naive.FACTS)
     assert there(folder, [1, 2]) == [1, 2]
-    assert [write(folder, number) for number in (3, 4)] == [Written.FAILED] * 2
-    assert write(folder, 1) is Written.PRESENT
+    assert [write(folder, number) for number in (3, 4)] == [WriteResult.FAILED] * 2
+    assert write(folder, 1) is WriteResult.PRESENT
     folder.touch([naive.key(1)], 1.0)
     folder.discard([naive.key(1)])
     assert log.text.count("has stopped storing blocks") == 1
@@ -476,7 +476,7 @@ def test_a_root_whose_mode_forbids_writing(make_cache, root):
         path.chmod(0o500 if path.is_dir() else 0o400)
     folder = make_cache().blocks(naive.FINGERPRINT, naive.FACTS)
     assert read(folder, 1)
-    assert write(folder, 2) is Written.FAILED
+    assert write(folder, 2) is WriteResult.FAILED
     for path in [root, *root.rglob("*")]:
         path.chmod(0o700 if path.is_dir() else 0o600)
 
@@ -487,7 +487,7 @@ def test_an_engine_that_holds_the_lock_for_ever_stops_no_read(make_cache, root, 
     ledger = Ledger(root)
     with ledger.locked():
         monkeypatch.setattr("vllm_metal.kv_transfer.disk.ledger.LOCK_TIMEOUT", 0.05)
-        assert write(folder, 2) is Written.FAILED
+        assert write(folder, 2) is WriteResult.FAILED
         assert read(folder, 1)
     ledger.close()
 
@@ -497,10 +497,10 @@ def test_after_close_writes_are_refused_and_nothing_is_left(make_cache, root):
     folder = blocks(cache)
     write(folder, 1)
     cache.close()
-    assert write(folder, 2) is Written.FAILED
+    assert write(folder, 2) is WriteResult.FAILED
     assert read(folder, 1)
     assert not list((root / "engines").iterdir())
-    assert peek(root).bytes == naive.room(root)
+    assert read_balance(root).bytes == naive.room(root)
     cache.close()
 
 
@@ -521,5 +521,5 @@ def test_temporaries_of_dead_engines_go_and_those_of_living_ones_stay(make_cache
 
 def test_a_cache_needs_no_clock(root):
     cache = DiskStore(root, Limits(10**6, None))
-    assert write(blocks(cache), 1) is Written.STORED
+    assert write(blocks(cache), 1) is WriteResult.STORED
     cache.close()

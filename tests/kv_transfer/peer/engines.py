@@ -34,9 +34,9 @@ from vllm_metal.settings.address import Address
 
 SECRET = b"a secret of the tests"
 #: Of tests: a machine that has much to do must not seem to stand still.
-CALM = Timeouts(connect=20.0, no_progress=60.0, prove=60.0, wait=2.0, waiting_sign=0.05)
+CALM = Timeouts(connect=20.0, no_progress=60.0, authenticate=60.0, wait=2.0, waiting_interval=0.05)
 #: Where nothing is expected of a connection but that it ends.
-QUICK = replace(CALM, no_progress=0.5, prove=0.5)
+QUICK = replace(CALM, no_progress=0.5, authenticate=0.5)
 
 
 def make_terms(engine_id="prefill-1", fingerprint="f00d", page_bytes=(4096,), **facts):
@@ -204,7 +204,7 @@ def main():
         peer = Peer(
             Address("127.0.0.1", port), SECRET, lambda: make_terms("decode-1"), str, timeouts=CALM
         )
-        print(len(peer.ask(make_pages(count, size, seed))), flush=True)
+        print(len(peer.lookup(make_pages(count, size, seed))), flush=True)
     threading.Event().wait()
 
 

@@ -49,7 +49,7 @@ def test_pages_come_bit_by_bit_the_same(make_server, make_peer, export_cache, se
     fill(export_cache, pages)
     peer = make_peer(make_server(secret).port, secret)
     others = [b"x" * 36, b"y", b"z" * 64]
-    assert peer.ask([*others, *pages]) == set(pages)
+    assert peer.lookup([*others, *pages]) == set(pages)
     assert peer.engine_id == "prefill-1"
     assert pull(peer, pages)
     assert pull(peer, dict(reversed(pages.items())))
@@ -79,7 +79,7 @@ def test_more_keys_than_a_message_may_have(monkeypatch, make_server, make_peer, 
     pages = make_pages(50, 10)
     fill(export_cache, pages)
     peer = make_peer(make_server().port)
-    assert peer.ask(pages) == set(pages)
+    assert peer.lookup(pages) == set(pages)
     assert pull(peer, pages)
 
 
@@ -87,14 +87,14 @@ def test_a_message_takes_as_many_keys_as_it_may(make_server, make_peer, export_c
     there = make_pages(1, 10)
     fill(export_cache, there)
     keys = [number.to_bytes(limits.MAX_KEY_BYTES, "big") for number in range(limits.MAX_KEYS - 1)]
-    assert make_peer(make_server().port).ask([*keys, *there]) == set(there)
+    assert make_peer(make_server().port).lookup([*keys, *there]) == set(there)
 
 
 def test_a_page_that_is_not_there_is_no_fetch(make_server, make_peer, export_cache):
     pages = make_pages(5, 1000)
     fill(export_cache, pages)
     peer = make_peer(make_server().port)
-    peer.ask(pages)
+    peer.lookup(pages)
     export_cache.discard(list(pages)[3:4])
     assert not pull(peer, pages)
     del pages[list(pages)[3]]
@@ -131,7 +131,7 @@ def test_fetches_in_parallel(make_server, make_peer, export_cache):
 
     def work(number):
         some = dict(list(pages.items())[number::8])
-        found = peer.ask(some)
+        found = peer.lookup(some)
         good.append(found == set(some) and all(pull(peer, some) for _ in range(5)))
         peer.release(found)
 
@@ -163,7 +163,7 @@ def test_nobody_wants_it_any_more(make_server, make_proxy, make_peer, export_cac
     fill(export_cache, pages)
     proxy = make_proxy(make_server().port)
     peer = make_peer(proxy.port)
-    peer.ask(())
+    peer.lookup(())
     assert not pull(peer, pages, lambda: False)
     assert not peer.is_down
     proxy.arm(1_500_000, "stall")
@@ -176,9 +176,9 @@ def test_asking_waits_for_pages_that_are_being_made(make_server, make_peer, expo
     first, _, third = pages
     export_cache.expect(pages)
     peer = make_peer(make_server().port)
-    assert peer.ask(pages, wait_s=0) == set()
+    assert peer.lookup(pages, wait_s=0) == set()
     found = []
-    asking = threading.Thread(target=lambda: found.append(peer.ask(pages)))
+    asking = threading.Thread(target=lambda: found.append(peer.lookup(pages)))
     asking.start()
     fill(export_cache, {first: pages[first], third: pages[third]})
     export_cache.expect_no_more(pages)
@@ -192,9 +192,9 @@ def test_asking_does_not_wait_for_ever(make_server, make_peer, export_cache):
     pages = make_pages(2, 100)
     fill(export_cache, dict([next(iter(pages.items()))]))
     export_cache.expect(pages)
-    server = make_server(timeouts=replace(CALM, wait=12.0, waiting_sign=0.1))
+    server = make_server(timeouts=replace(CALM, wait=12.0, waiting_interval=0.1))
     peer = make_peer(server.port, timeouts=replace(CALM, no_progress=8.0))
-    assert peer.ask(pages, wait_s=1000) == {next(iter(pages))}
+    assert peer.lookup(pages, wait_s=1000) == {next(iter(pages))}
     assert not peer.is_down
 
 
@@ -206,14 +206,14 @@ def test_found_pages_are_leased_until_they_are_released(make_server, make_peer, 
     fill(export_cache, pages)
     peer = make_peer(make_server().port)
     asked = list(pages)
-    assert peer.ask(asked[:2]) and peer.ask(asked[1:3])
+    assert peer.lookup(asked[:2]) and peer.lookup(asked[1:3])
     assert export_cache.stats().leased_bytes == 3000
     peer.release(asked[:2])  # the second was asked for twice
     wait_until(lambda: export_cache.stats().leased_bytes == 2000)
     peer.release(asked[1:4])
     wait_until(lambda: export_cache.stats().leased_bytes == 0)
     peer.release(asked)
-    assert peer.ask(asked) == set(asked)
+    assert peer.lookup(asked) == set(asked)
 
 
 def test_leases_are_renewed_while_pages_are_wanted(make_server, make_peer, clock):
@@ -231,7 +231,7 @@ def test_leases_are_renewed_while_pages_are_wanted(make_server, make_peer, clock
     peer = make_peer(
         make_server(export_cache=export_cache).port, timeouts=replace(CALM, renew=0.05)
     )
-    peer.ask(pages)
+    peer.lookup(pages)
     for _ in range(12):  # 240 s, of leases of 30 s
         clock.now += 20
         wait_until(lambda: clock.now in renewed_at)
@@ -250,8 +250,8 @@ def test_another_secret_gets_nothing(make_server, make_peer, export_cache, log, 
     pages = make_pages(1, 100)
     fill(export_cache, pages)
     peer = make_peer(make_server(servers).port, clients)
-    assert peer.ask(pages) == set() and not pull(peer, pages)
-    assert peer.ask(pages) == set()
+    assert peer.lookup(pages) == set() and not pull(peer, pages)
+    assert peer.lookup(pages) == set()
     wait_until(lambda: len(log.warnings()) == 2)  # one on each side
     assert all("secret" in text for text in log.warnings())
     assert any(f"127.0.0.1:{peer.address.port} is not used" in text for text in log.warnings())
@@ -262,7 +262,7 @@ def test_another_secret_gets_nothing(make_server, make_peer, export_cache, log, 
 def test_an_answer_for_other_pages_is_none(monkeypatch, make_server, make_peer, log, there):
     monkeypatch.setattr("vllm_metal.kv_transfer.peer.server.Found", lambda _: Found(there))
     peer = make_peer(make_server().port)
-    assert peer.ask([b"one", b"two"]) == set() and peer.is_down
+    assert peer.lookup([b"one", b"two"]) == set() and peer.is_down
     assert f"it answered for {len(there)} pages, expected 2" in log.warnings()[0]
 
 
@@ -276,7 +276,7 @@ def test_without_a_secret_nothing_but_loopback_is_used(monkeypatch, make_server,
 
     monkeypatch.setattr(Link, "peer_ip", far_if_server)
     peer = make_peer(server.port, b"")
-    assert peer.ask(()) == set() and peer.engine_id is None
+    assert peer.lookup(()) == set() and peer.engine_id is None
     assert "on another machine, and that needs a 'secret'" in log.warnings()[0]
 
 
@@ -286,12 +286,12 @@ def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer,
     monkeypatch.setattr(handshake, "PREAMBLE", ours[:8] + struct.pack("<I", 9))
     peer = make_peer(server.port)
     for _ in range(3):
-        assert peer.ask([b"key"]) == set()
+        assert peer.lookup([b"key"]) == set()
         clock.now += 100
     (said,) = log.warnings()
     assert f"127.0.0.1:{server.port}" in said and "version 9, this engine 3" in said
     monkeypatch.undo()
-    peer.ask(())
+    peer.lookup(())
     assert peer.engine_id == "prefill-1"
     assert log.lines[-1] == ("INFO", f"Connected to the peer {peer.address}")
 
@@ -302,7 +302,7 @@ def test_a_proof_of_another_version_is_none(monkeypatch, make_server, make_peer,
     right = handshake.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")
     monkeypatch.undo()
     assert right != handshake.Challenge(b"s" * 32, b"c" * 32, b"i" * 16).proof(SECRET, "client")
-    assert make_peer(server.port).ask(()) == set()
+    assert make_peer(server.port).lookup(()) == set()
 
 
 def test_other_terms_are_refused_by_name_and_once(make_server, make_peer, export_cache, log, clock):
@@ -312,12 +312,12 @@ def test_other_terms_are_refused_by_name_and_once(make_server, make_peer, export
     server = make_server(terms=terms)
     peer = make_peer(server.port, difference=lambda facts: f"dtype\n{facts['dtype']}, not float32")
     for _ in range(3):
-        assert peer.ask(pages) == set() and not pull(peer, pages)
+        assert peer.lookup(pages) == set() and not pull(peer, pages)
         clock.now += 70
     (said,) = log.warnings()
     assert f"The peer 127.0.0.1:{server.port} is not used: dtype float16, not float32" == said
     terms.now = make_terms()
-    assert peer.ask(pages) == set(pages)  # tried again after a minute
+    assert peer.lookup(pages) == set(pages)  # tried again after a minute
 
 
 def test_refusal_ends_when_own_terms_change(make_server, make_peer, export_cache, log):
@@ -326,11 +326,11 @@ def test_refusal_ends_when_own_terms_change(make_server, make_peer, export_cache
     own = Terms(fingerprint="beef")
     server = make_server()
     peer = make_peer(server.port, terms=own)
-    assert peer.ask(pages) == set()
+    assert peer.lookup(pages) == set()
     own.now = make_terms("decode-1")
-    assert peer.ask(pages) == set(pages)  # at once
+    assert peer.lookup(pages) == set(pages)  # at once
     own.now = make_terms("decode-1", page_bytes=(4096, 512))
-    assert peer.ask(pages) == set()
+    assert peer.lookup(pages) == set()
     assert "its pages have (4096,) bytes, this engine's (4096, 512)" in log.warnings()[-1]
     own.now = make_terms("decode-2")
     assert pull(peer, pages)
@@ -344,22 +344,22 @@ def test_an_engine_that_is_named_to_itself_is_no_peer(
     fill(export_cache, pages)
     server = make_server()
     peer = make_peer(server.port, terms=make_terms)
-    assert peer.ask(pages) == set() and not peer.hello() and peer.is_in_trouble
+    assert peer.lookup(pages) == set() and not peer.ping() and peer.is_failing
     clock.now += 100
-    assert peer.ask(pages) == set() and log.lines == []
+    assert peer.lookup(pages) == set() and log.lines == []
 
 
 def test_a_peer_that_was_away_is_there_again_once_it_was_greeted(make_server, make_peer, clock):
     server = make_server()
     peer = make_peer(server.port)
-    assert peer.hello() and peer.engine_id == "prefill-1" and not peer.is_in_trouble
+    assert peer.ping() and peer.engine_id == "prefill-1" and not peer.is_failing
     peer.avoid()
-    assert not peer.hello() and peer.is_in_trouble
+    assert not peer.ping() and peer.is_failing
     clock.now += 10
-    assert not peer.is_down and peer.is_in_trouble
-    assert peer.hello() and not peer.is_in_trouble
+    assert not peer.is_down and peer.is_failing
+    assert peer.ping() and not peer.is_failing
     server.close()
-    assert not peer.hello() and peer.is_in_trouble
+    assert not peer.ping() and peer.is_failing
 
 
 @pytest.mark.parametrize("words", ["", None, KeyError("facts")])
@@ -370,14 +370,14 @@ def test_a_difference_that_cannot_be_worded(make_server, make_peer, log, words):
         return words
 
     peer = make_peer(make_server(terms=Terms(fingerprint="beef")).port, difference=difference)
-    assert peer.ask([b"key"]) == set()
+    assert peer.lookup([b"key"]) == set()
     assert "another model, or other settings" in log.warnings()[0]
 
 
 def test_facts_may_be_too_long_to_be_sent(make_server, make_peer, log):
     terms = Terms(fingerprint="beef", layers="x" * limits.MAX_FACTS_BYTES)
     peer = make_peer(make_server(terms=terms).port, difference=lambda facts: str(facts))
-    assert peer.ask([b"key"]) == set()
+    assert peer.lookup([b"key"]) == set()
     assert log.warnings()[0].endswith("not used: {}")
 
 
@@ -388,12 +388,12 @@ def test_a_server_that_loads_other_weights_gives_no_more_pages(
     fill(export_cache, pages)
     terms = Terms()
     peer = make_peer(make_server(terms=terms).port)
-    assert peer.ask(pages) == set(pages) and pull(peer, pages)
+    assert peer.lookup(pages) == set(pages) and pull(peer, pages)
     export_cache.clear()
     terms.now = make_terms(fingerprint="beef")
     fill(export_cache, {key: page[::-1] for key, page in pages.items()})
     assert not pull(peer, pages)
-    assert peer.ask(pages) == set()
+    assert peer.lookup(pages) == set()
 
 
 def test_pages_that_came_too_late_are_no_fetch(make_server, make_peer, export_cache):
@@ -402,7 +402,7 @@ def test_pages_that_came_too_late_are_no_fetch(make_server, make_peer, export_ca
     fill(export_cache, pages)
     own = Terms()
     peer = make_peer(make_server().port, terms=own)
-    peer.ask(pages)
+    peer.lookup(pages)
 
     def wanted():
         own.now = make_terms(fingerprint="beef")
@@ -424,12 +424,12 @@ def test_a_peer_that_is_not_there_is_down_for_a_while(
     server.close()
     peer = make_peer(port)
     assert not peer.is_down
-    assert peer.ask(pages) == set() and peer.is_down
+    assert peer.lookup(pages) == set() and peer.is_down
     make_server(port=port)
     clock.now += 9
-    assert peer.is_down and peer.ask(pages) == set() and not pull(peer, pages)
+    assert peer.is_down and peer.lookup(pages) == set() and not pull(peer, pages)
     clock.now += 1
-    assert not peer.is_down and peer.ask(pages) == set(pages)
+    assert not peer.is_down and peer.lookup(pages) == set(pages)
     assert [level for level, _ in log.lines] == ["WARNING", "INFO"]
     assert f"127.0.0.1:{port} is unavailable (Connection refused)" in log.lines[0][1]
 
@@ -437,7 +437,7 @@ def test_a_peer_that_is_not_there_is_down_for_a_while(
 def test_a_name_that_nobody_has_is_down(ends, log):
     peer = Peer(Address("no-such-host.invalid", 1), SECRET, make_terms, str)
     ends.append(peer)
-    assert peer.ask([b"key"]) == set() and peer.is_down
+    assert peer.lookup([b"key"]) == set() and peer.is_down
 
 
 def test_a_restarted_peer_is_found_again_silently(make_server, make_peer, export_cache, log):
@@ -445,10 +445,10 @@ def test_a_restarted_peer_is_found_again_silently(make_server, make_peer, export
     fill(export_cache, pages)
     server = make_server()
     peer = make_peer(server.port)
-    assert peer.ask(pages) == set(pages)
+    assert peer.lookup(pages) == set(pages)
     server.close()
     again = make_server(port=server.port, terms=Terms(engine_id="prefill-2"))
-    assert peer.ask(pages) == set(pages) and pull(peer, pages)
+    assert peer.lookup(pages) == set(pages) and pull(peer, pages)
     assert peer.engine_id == "prefill-2" and log.lines == []
     again.close()
 
@@ -467,7 +467,7 @@ def test_something_else_answers(ends, make_peer, log):
     thread = threading.Thread(target=answer)
     thread.start()
     peer = make_peer(listener.getsockname()[1])
-    assert peer.ask([b"key"]) == set()
+    assert peer.lookup([b"key"]) == set()
     thread.join()
     listener.close()
     assert "not a vllm-metal engine" in log.warnings()[0]
@@ -509,7 +509,7 @@ def test_a_replayed_conversation_proves_nothing(ends, make_server, make_peer, lo
     thread = threading.Thread(target=replay)
     thread.start()
     peer = make_peer(listener.getsockname()[1])
-    assert peer.ask([b"key"]) == set() and peer.engine_id is None
+    assert peer.lookup([b"key"]) == set() and peer.engine_id is None
     assert "secret" in log.warnings()[-1]
     peer.close()
     thread.join()
@@ -521,7 +521,7 @@ def test_closing_wakes_calls_and_ends_all(make_server, make_peer, export_cache):
     export_cache.expect(pages)
     peer = make_peer(make_server().port)
     results = []
-    asking = threading.Thread(target=lambda: results.append(peer.ask(pages, wait_s=1000)))
+    asking = threading.Thread(target=lambda: results.append(peer.lookup(pages, wait_s=1000)))
     asking.start()
     wait_until(lambda: peer.engine_id is not None)
     peer.close()
@@ -529,7 +529,7 @@ def test_closing_wakes_calls_and_ends_all(make_server, make_peer, export_cache):
     assert results == [frozenset()]
     export_cache.expect_no_more(pages)
     fill(export_cache, pages)
-    assert peer.ask(pages) == set()
+    assert peer.lookup(pages) == set()
     assert not peer.fetch(list(pages), views(blank(pages.values())), lambda: True)
     peer.release(pages)
     peer.close()

@@ -21,7 +21,7 @@ def test_a_server_that_is_killed(start_engine, make_proxy, make_peer, clock, wir
     port = int(child.stdout.readline())
     proxy = make_proxy(port)
     peer = make_peer(proxy.port)
-    assert peer.ask(pages) == set(pages)
+    assert peer.lookup(pages) == set(pages)
     first = peer.engine_id
     if when == "in":
         proxy.arm(SIZE + SIZE // 2, "stall")
@@ -41,12 +41,12 @@ def test_a_server_that_is_killed(start_engine, make_proxy, make_peer, clock, wir
     else:
         assert not pull(peer, pages)
     clock.now += 60
-    assert peer.ask(pages) == set()
+    assert peer.lookup(pages) == set()
     assert peer.stats().fetched_pages == (4 if when == "after" else 0)
     clock.now += 60
     again = start_engine("serve", 5, 4, SIZE)
     restarted = make_peer(int(again.stdout.readline()))
-    assert restarted.ask(pages) == set(pages) and pull(restarted, pages)
+    assert restarted.lookup(pages) == set(pages) and pull(restarted, pages)
     assert restarted.engine_id != first
 
 
@@ -67,7 +67,7 @@ def test_a_line_that_breaks_in_a_fetch(
     proxy = make_proxy(server.port)
     peer = make_peer(proxy.port)
     good = make_peer(server.port)
-    assert peer.ask(pages) and good.ask(pages)
+    assert peer.lookup(pages) and good.lookup(pages)
     proxy.arm(after, fault)
     with wire_clock.hurrying_after(proxy.happened) if fault == "stall" else nullcontext():
         assert not pull(peer, pages)
@@ -91,12 +91,12 @@ def test_a_line_that_breaks_in_the_first_words(
     proxy.arm(after, fault)
     peer = make_peer(proxy.port)
     with wire_clock.hurrying_after(proxy.happened) if fault == "stall" else nullcontext():
-        assert peer.ask(pages) == set()
+        assert peer.lookup(pages) == set()
     assert peer.is_down and proxy.happened.is_set()
     wait_until(lambda: not server.num_connections or fault == "stall")
     if fault == "cut":
         clock.now += 10
-        assert peer.ask(pages) == set(pages) and pull(peer, pages)
+        assert peer.lookup(pages) == set(pages) and pull(peer, pages)
 
 
 def test_a_line_that_broke_while_nobody_used_it_is_replaced(
@@ -107,9 +107,9 @@ def test_a_line_that_broke_while_nobody_used_it_is_replaced(
     fill(export_cache, pages)
     proxy = make_proxy(make_server().port)
     peer = make_peer(proxy.port)
-    assert peer.ask(pages) == set(pages)
+    assert peer.lookup(pages) == set(pages)
     proxy.arm(0, "cut")
-    assert peer.ask(pages) == set(pages)
+    assert peer.lookup(pages) == set(pages)
     assert proxy.happened.is_set() and proxy.num_connections == 2 and log.lines == []
 
 
@@ -134,7 +134,7 @@ def test_a_bit_that_flips_on_the_way_is_found(
     fill(export_cache, pages)
     proxy = make_proxy(make_server().port)
     peer = make_peer(proxy.port)
-    assert peer.ask(pages) == set(pages)
+    assert peer.lookup(pages) == set(pages)
     head = 4 + 1 + 4 + (1 if size < 128 else 3 if size < 65536 else 5) + 18  # of a Row
     proxy.arm(head + int(size * place), "flip")
     assert not pull(peer, pages)
@@ -142,7 +142,7 @@ def test_a_bit_that_flips_on_the_way_is_found(
     assert peer.stats().bad_checksums == 1
     assert "a page came with a wrong checksum" in log.warnings()[0]
     clock.now += 10
-    assert peer.ask(pages) == set(pages) and pull(peer, pages)
+    assert peer.lookup(pages) == set(pages) and pull(peer, pages)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_bit_that_flips_anywhere_gives_no_wrong_page(
     proxy.arm(seed * 17, "flip")  # `pull` compares
     after = 2  # rounds, of which some may fail where a machine is slow
     while after:
-        found = peer.ask(pages)
+        found = peer.lookup(pages)
         pull(peer, {key: page for key, page in pages.items() if key in found})
         clock.now += 100
         after -= proxy.happened.is_set()

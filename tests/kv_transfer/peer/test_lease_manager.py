@@ -39,22 +39,22 @@ def server():
 @pytest.fixture
 def make_manager(ends, server, clock):
     def make(renew):
-        keeper = LeaseManager(server, Timeouts(renew=renew, held=300.0), clock)
+        keeper = LeaseManager(server, Timeouts(renew=renew, longest_lease=300.0), clock)
         ends.append(keeper)
         return keeper
 
     return make
 
 
-def ask(keeper, *keys):
+def want(keeper, *keys):
     keeper.want(keys)
     keeper.found()
 
 
 def test_a_page_is_released_when_the_last_who_asked_lets_go(make_manager, server):
     keeper = make_manager(renew=60)
-    ask(keeper, b"a", b"b", b"c")
-    ask(keeper, b"a")
+    want(keeper, b"a", b"b", b"c")
+    want(keeper, b"a")
     keeper.not_found([b"c"])
     keeper.release([b"a", b"b", b"never"])
     wait_until(lambda: server.released() == [[b"b"]])
@@ -67,21 +67,21 @@ def test_a_page_is_released_when_the_last_who_asked_lets_go(make_manager, server
 def test_what_is_wanted_again_is_not_released(make_manager, server):
     keeper = make_manager(renew=60)
     server.goes_on.clear()
-    ask(keeper, b"a", b"b", b"c")
+    want(keeper, b"a", b"b", b"c")
     keeper.release([b"a"])
     wait_until(lambda: server.told)  # it is busy with the first
     keeper.release([b"b", b"c"])
-    ask(keeper, b"b")
+    want(keeper, b"b")
     server.goes_on.set()
     wait_until(lambda: server.released() == [[b"a"], [b"c"]])
 
 
 def test_leases_are_renewed_only_while_something_is_wanted(make_manager, server, clock):
     keeper = make_manager(renew=0.01)
-    ask(keeper, b"a", b"b")
+    want(keeper, b"a", b"b")
     wait_until(lambda: server.num_renewed() >= 3)
     clock.now += 299
-    ask(keeper, b"b")
+    want(keeper, b"b")
     keeper.release([b"b"])
     clock.now += 1  # a was forgotten; b was asked for again a second ago
     wait_until(lambda: server.released() == [[b"a"]])
@@ -90,7 +90,7 @@ def test_leases_are_renewed_only_while_something_is_wanted(make_manager, server,
     keeper.release([b"b"])
     wait_until(lambda: server.released() == [[b"a"], [b"b"]])
     renewed = server.num_renewed()
-    ask(keeper)
+    want(keeper)
     keeper.close()
     assert server.num_renewed() <= renewed + 1  # one may have been on its way
 

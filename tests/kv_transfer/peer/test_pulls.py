@@ -140,15 +140,15 @@ def test_who_fails_is_avoided_for_longer_each_time(log):
     puller, now, keys = Puller(content()), 0.0, keys_of(4)
     for seconds in (10, 20, 40, 80, 160, 300, 300):
         now = pull(puller, keys, A, 0.1, now, failed=True)
-        assert not puller.trusts(A, now + seconds - 1) and puller.trusts(B, now)
+        assert not puller.is_usable(A, now + seconds - 1) and puller.is_usable(B, now)
         now += seconds
-        assert puller.trusts(A, now)
+        assert puller.is_usable(A, now)
     now = pull(puller, keys, A, 0.1, now)
     now = pull(puller, keys, A, 0.1, now, failed=True)
-    assert puller.trusts(A, now + 10) and puller.counts.failed == 8
+    assert puller.is_usable(A, now + 10) and puller.counts.failed == 8
     assert len(log.warnings()) == 2  # once a row of failures
-    puller.keep([B])
-    assert puller.trusts(A, now)
+    puller.retain([B])
+    assert puller.is_usable(A, now)
 
 
 def test_of_several_groups_a_pull_at_risk_is_short():

@@ -29,7 +29,7 @@ from vllm_metal.kv_transfer.peer.handshake import Challenge
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_CONNECTIONS,
     MAX_MESSAGE_BYTES,
-    MAX_UNPROVEN,
+    MAX_UNAUTHENTICATED,
     Timeouts,
 )
 from vllm_metal.kv_transfer.peer.messages import (
@@ -71,7 +71,7 @@ def test_with_a_secret_it_listens_anywhere(ends, make_peer, export_cache):
     server = PageServer(Address("0.0.0.0", 0), SECRET, export_cache, make_terms, CALM)
     ends.append(server)
     peer = make_peer(server.port)
-    peer.ask(())
+    peer.lookup(())
     assert peer.engine_id == "prefill-1"
 
 
@@ -105,12 +105,12 @@ def test_one_connection_too_many_is_told_that_it_is_busy(make_server, make_peer,
     with pytest.raises(PeerDown, match="in use"):
         introduced(server.port)
     peer = make_peer(server.port)
-    assert peer.ask([b"key"]) == set() and peer.is_down
+    assert peer.lookup([b"key"]) == set() and peer.is_down
     assert "all its connections are in use" in log.warnings()[-1]
     links.pop().sock.close()
     wait_until(lambda: server.num_connections == MAX_CONNECTIONS - 1)
     clock.now += 11
-    peer.ask(())
+    peer.lookup(())
     assert peer.engine_id == "prefill-1"
     for link in links:
         link.sock.close()
@@ -120,12 +120,12 @@ def test_strangers_shut_nobody_out(make_server, make_peer):
     server = make_server()
     strangers = []
     for _ in range(4):
-        strangers += [connect(server.port) for _ in range(MAX_UNPROVEN)]
+        strangers += [connect(server.port) for _ in range(MAX_UNAUTHENTICATED)]
         strangers[-1].receive_bytes(1)  # all are taken
-        make_peer(server.port).ask(())
+        make_peer(server.port).lookup(())
         introduced(server.port).sock.close()
-        assert server.num_connections <= 2 * MAX_UNPROVEN
-    wait_until(lambda: sum(map(is_over, strangers[:MAX_UNPROVEN])) == MAX_UNPROVEN)
+        assert server.num_connections <= 2 * MAX_UNAUTHENTICATED
+    wait_until(lambda: sum(map(is_over, strangers[:MAX_UNAUTHENTICATED])) == MAX_UNAUTHENTICATED)
     for link in strangers:
         link.sock.close()
 
@@ -175,7 +175,7 @@ def test_clients_that_only_connect_and_go(make_server, make_peer):
         socket.create_connection(("127.0.0.1", server.port)).close()
     wait_until(lambda: not server.num_connections)
     peer = make_peer(server.port)
-    peer.ask(())
+    peer.lookup(())
     assert peer.engine_id == "prefill-1"
 
 
@@ -238,7 +238,7 @@ def test_who_waits_hears_of_it(make_server, export_cache):
 def test_closing_ends_connections_in_any_state(make_server, export_cache):
     export_cache.expect([b"key"])
     fill(export_cache, pages := make_pages(12, 1 << 20))
-    server = make_server(timeouts=Timeouts(waiting_sign=0.05))
+    server = make_server(timeouts=Timeouts(waiting_interval=0.05))
     links = [connect(server.port), *(introduced(server.port) for _ in range(3))]
     links[1].send(Ask([b"key"], 60_000))
     links[2].send(Fetch(list(pages)))
@@ -384,7 +384,7 @@ def test_frames_of_garbage(make_server, make_peer, export_cache, log, count):
     fill(export_cache, pages)
     server = make_server(timeouts=Timeouts())
     peer = make_peer(server.port)
-    assert peer.ask(pages) == set(pages)
+    assert peer.lookup(pages) == set(pages)
     before = None
     for number in range(count):
         if number % 10 < 7:  # before authentication, and behind it
@@ -402,7 +402,7 @@ def test_frames_of_garbage(make_server, make_peer, export_cache, log, count):
             before = peak_bytes()
     assert peak_bytes() - before < 32 << 20
     wait_until(lambda: server.num_connections <= 3 and server.num_sessions == 1)
-    assert peer.ask(pages) == set(pages) and pull(peer, pages) and not peer.is_down
+    assert peer.lookup(pages) == set(pages) and pull(peer, pages) and not peer.is_down
     assert len(log.warnings()) <= 1  # that somebody did not know the secret
     assert peer.stats().bad_checksums == 0
 
@@ -436,7 +436,7 @@ def test_garbage_from_a_server_harms_no_client(ends, make_peer, clock, count):
     thread.start()
     peer = make_peer(port, timeouts=Timeouts(refused=1.0, down=1.0))
     for _ in range(count):
-        assert peer.ask([b"key"]) == set()
+        assert peer.lookup([b"key"]) == set()
         clock.now += 2
     thread.join()
     listener.close()

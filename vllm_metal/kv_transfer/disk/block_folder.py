@@ -14,14 +14,14 @@ from queue import SimpleQueue
 from vllm_metal.kv_transfer.disk import block_file, eviction, layout
 from vllm_metal.kv_transfer.disk.block_file import BlockFile
 from vllm_metal.kv_transfer.disk.layout import BlockName
-from vllm_metal.kv_transfer.disk.space import Space, Written, is_passing
+from vllm_metal.kv_transfer.disk.space import Space, WriteResult, is_transient
 from vllm_metal.kv_transfer.disk.stats import Counters
 
 logger = logging.getLogger(__name__)
 
 #: A block that is no longer available, and whether a bad file that cannot be removed stays in its
 #: place.
-Gone = tuple[BlockName, bool]
+RemovedBlock = tuple[BlockName, bool]
 
 
 class Listing:
@@ -49,7 +49,7 @@ class Listing:
             self._known.add(key)
         return True
 
-    def knows(self, key: bytes) -> bool:
+    def is_listed(self, key: bytes) -> bool:
         """Returns whether a block is listed as on disk, without checking the disk."""
         return key in self._known
 
@@ -91,7 +91,7 @@ class BlockFolder:
         manifest: bytes,
         space: Space,
         counters: Counters,
-        gone: SimpleQueue[Gone],
+        gone: SimpleQueue[RemovedBlock],
     ) -> None:
         """
         Args:
@@ -130,7 +130,7 @@ class BlockFolder:
         self._counters.add("read_bytes", block.size)
         return True
 
-    def write(self, key: bytes, page: memoryview, used_at: float, depth: int) -> Written:
+    def write(self, key: bytes, page: memoryview, used_at: float, depth: int) -> WriteResult:
         """Stores a block, once: a second thread with the same block waits for the first.
 
         Args:
@@ -143,12 +143,12 @@ class BlockFolder:
             block = BlockFile(self._name, key, page.nbytes)
             with self._only_writer(key):
                 if self.contains(key):
-                    return Written.PRESENT
+                    return WriteResult.PRESENT
                 return self._write(block, page, _mtime_ns(used_at, depth))
         except Exception:
             logger.exception("A block could not be written")
             self._counters.add("refused_failed")
-            return Written.FAILED
+            return WriteResult.FAILED
 
     def touch(self, keys: Sequence[bytes], used_at: float, first_depth: int = 0) -> None:
         """Marks consecutive blocks of a prompt, the first at `first_depth`, as used."""
@@ -192,12 +192,12 @@ class BlockFolder:
             finally:
                 os.close(descriptor)
         except FileNotFoundError:
-            if self.listing.knows(block.key):
+            if self.listing.is_listed(block.key):
                 self._counters.add("vanished")
             self.forget(block.key)
             return False
         except OSError as error:
-            if is_passing(error):
+            if is_transient(error):
                 return False
             good = False
         if not good:
@@ -209,7 +209,7 @@ class BlockFolder:
         gone = self._space.remove(layout.block_path(self._path, key), identity)
         self.forget(key, stays=not gone)
 
-    def _write(self, block: BlockFile, page: memoryview, mtime_ns: int) -> Written:
+    def _write(self, block: BlockFile, page: memoryview, mtime_ns: int) -> WriteResult:
         paused = self._space.is_paused()
         self.store_manifest()
         outcome = self._space.store(
@@ -218,10 +218,10 @@ class BlockFolder:
             lambda descriptor: block_file.write(descriptor, block, page),
             mtime_ns,
         )
-        if outcome is Written.STORED:
+        if outcome is WriteResult.STORED:
             self._counters.add("written")
             self._counters.add("written_bytes", block.size)
-        if outcome in (Written.STORED, Written.PRESENT):
+        if outcome in (WriteResult.STORED, WriteResult.PRESENT):
             self.listing.add(block.key)
         else:
             self._counters.add(f"refused_{'paused' if paused else outcome.value}")

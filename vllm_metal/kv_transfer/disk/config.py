@@ -36,8 +36,8 @@ class DiskConfig(StoreConfig):
     """Folder and limits of the prefix cache on disk."""
 
     name = "disk"
-    asked_by = "'path', the folder of a cache on disk"
-    asking = ("path",)
+    enabled_by = "'path', the folder of a cache on disk"
+    enabling_keys = ("path",)
     readers = MappingProxyType(
         {"path": values.path, "bytes": values.size, "daily_writes": values.daily_size}
     )

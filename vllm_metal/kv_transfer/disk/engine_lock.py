@@ -20,7 +20,8 @@ _NAME = re.compile(r"[0-9]+-[0-9a-f]{8}")
 class EngineLock:
     """Marks an engine as alive until it is closed or its process ends.
 
-    Create it and call `living` with the ledger locked. Raises OSError if it cannot create its file.
+    Create it and call `running_engines` with the ledger locked. Raises OSError if it cannot create
+    its file.
     """
 
     def __init__(self, root: Path) -> None:
@@ -39,7 +40,7 @@ class EngineLock:
         os.close(self._descriptor)
 
 
-def living(root: Path) -> set[str]:
+def running_engines(root: Path) -> set[str]:
     """Returns names of living engines, and removes files of dead ones; OSError if unreadable."""
     folder = root / layout.ENGINES
     if not folder.is_dir():

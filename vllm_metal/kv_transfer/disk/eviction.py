@@ -62,7 +62,7 @@ def remove_counted(
         return
     if identity is None or identity == identity_of(status):
         os.unlink(path)
-        ledger.enter(balance.plus(-layout.room_of(status.st_size)))
+        ledger.write_balance(balance.plus(-layout.bytes_on_disk(status.st_size)))
 
 
 def remove_blockless(root: Path) -> int:
@@ -92,6 +92,6 @@ def _remove_emptied(folder: Path) -> int:
             manifest = folder / layout.MANIFEST
             size = manifest.stat().st_size
             os.unlink(manifest)
-            freed = layout.room_of(size)
+            freed = layout.bytes_on_disk(size)
         os.rmdir(folder)
     return freed

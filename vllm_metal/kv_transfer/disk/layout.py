@@ -32,7 +32,7 @@ _TEMPORARY = re.compile(r".+\.([0-9]+-[0-9a-f]{8})\.[0-9]+\.tmp")
 _ALLOCATED = 4096
 
 
-def room_of(size: int) -> int:
+def bytes_on_disk(size: int) -> int:
     """Returns the bytes on disk of a file of `size` bytes."""
     return -(-size // _ALLOCATED) * _ALLOCATED
 

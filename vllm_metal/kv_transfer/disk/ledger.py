@@ -54,7 +54,7 @@ class Balance:
 UNKNOWN = Balance(bytes=2**62, day=0, written=0)
 
 
-def peek(root: Path) -> Balance | None:
+def read_balance(root: Path) -> Balance | None:
     """Reads a root's ledger without its lock; None if it is missing or damaged."""
     try:
         return _balance((root / layout.LEDGER).read_bytes()[:RECORD_BYTES])
@@ -95,7 +95,7 @@ class Ledger:
             finally:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
 
-    def enter(self, balance: Balance) -> None:
+    def write_balance(self, balance: Balance) -> None:
         """Writes a balance; the caller holds the lock. Raises OSError if it cannot be written."""
         assert self._descriptor is not None
         fields = _FIELDS.pack(_MAGIC, balance.bytes, balance.day, balance.written)

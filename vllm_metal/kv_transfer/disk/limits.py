@@ -32,6 +32,6 @@ def default_max_bytes(path: Path) -> int:
     while not there.exists() and there != there.parent:
         there = there.parent
     # The cache's own bytes count as free, or the limit would shrink at every start.
-    held = ledger.peek(path)
+    held = ledger.read_balance(path)
     free = shutil.disk_usage(there).free + (held.bytes if held is not None and held.is_known else 0)
     return min(free // _SHARE_OF_FREE, _MOST)

@@ -121,19 +121,19 @@ def remove(root: Path, selection: Selection) -> tuple[int, int]:
     """
     with closing(Ledger(root)) as ledger, ledger.locked() as balance:
         balance = balance or UNKNOWN
-        ledger.enter(balance)  # so that the scan counts the ledger's own file
+        ledger.write_balance(balance)  # so that the scan counts the ledger's own file
         found = scan(root)
-        ledger.enter(replace(balance, bytes=found.bytes))
+        ledger.write_balance(replace(balance, bytes=found.bytes))
         meant = [block for block in found.blocks if selection.has(block)]
         gone = [block for block in meant if eviction.remove(block.path)]
         left = found.bytes - sum(block.room for block in gone)
         left -= eviction.remove_empty_folders(root, gone)
         if selection.is_all:
             left -= eviction.remove_blockless(root)
-        ledger.enter(replace(balance, bytes=left))
+        ledger.write_balance(replace(balance, bytes=left))
         if len(gone) < len(meant):
             raise OSError(f"{len(meant) - len(gone)} blocks could not be removed from {root}")
-        if selection.is_all and not engine_lock.living(root):
+        if selection.is_all and not engine_lock.running_engines(root):
             _remove_root(root)
         return len(gone), sum(block.room for block in gone)
 

@@ -41,7 +41,7 @@ def scan(root: Path, clean: bool = True) -> RootFiles:
     Raises:
         OSError: the root cannot be read.
     """
-    living = engine_lock.living(root) if clean else set()
+    running_engines = engine_lock.running_engines(root) if clean else set()
     size = 0
     blocks = []
     for entry in _files(root):
@@ -50,11 +50,11 @@ def scan(root: Path, clean: bool = True) -> RootFiles:
         except FileNotFoundError:
             continue
         writer = layout.writer_of(entry.name)
-        if clean and writer is not None and writer not in living and _is_ours(root, entry):
+        if clean and writer is not None and writer not in running_engines and _is_ours(root, entry):
             with suppress(OSError):
                 os.unlink(entry.path)
                 continue
-        room = layout.room_of(status.st_size)
+        room = layout.bytes_on_disk(status.st_size)
         size += room
         path = Path(entry.path)
         if (name := layout.block_name(root, path)) is not None:

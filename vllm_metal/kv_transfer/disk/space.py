@@ -46,7 +46,7 @@ _ADVICE = {
 }
 
 
-class Written(Enum):
+class WriteResult(Enum):
     """Outcome of a write: stored, already present, or the reason why not."""
 
     STORED = "stored"
@@ -56,7 +56,7 @@ class Written(Enum):
     FAILED = "failed"  # the disk is full, read-only or broken; writes pause for a minute
 
 
-def is_passing(error: OSError) -> bool:
+def is_transient(error: OSError) -> bool:
     """Returns whether an error is transient: a resource is short, and the file is not at fault."""
     return error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
 
@@ -119,7 +119,7 @@ class Space:
 
     def store(
         self, path: Path, size: int, fill: Callable[[int], None], mtime_ns: int | None = None
-    ) -> Written:
+    ) -> WriteResult:
         """Creates a file unless it exists.
 
         Args:
@@ -129,20 +129,20 @@ class Space:
             mtime_ns: nanoseconds since the epoch; None: now.
         """
         if self._closed or self.is_paused():
-            return Written.FAILED
+            return WriteResult.FAILED
         try:
             reserved = self._reserve(path, size)
         except OSError as error:
             self._pause(error)
-            return Written.FAILED
-        if isinstance(reserved, Written):
+            return WriteResult.FAILED
+        if isinstance(reserved, WriteResult):
             return reserved
         try:
             return self._fill_and_rename(reserved, fill, mtime_ns)
         except OSError as error:
             self.remove(reserved.temporary)
             self._pause(error)
-            return Written.FAILED
+            return WriteResult.FAILED
         except BaseException:
             self.remove(reserved.temporary)
             raise
@@ -181,35 +181,35 @@ class Space:
             if balance is None or not self._scanned:
                 if balance is None:
                     balance = UNKNOWN
-                    self._ledger.enter(balance)  # so that the ledger's own file is counted
+                    self._ledger.write_balance(balance)  # so that the ledger's own file is counted
                 found = scan(self._root)
                 balance = replace(balance, bytes=found.bytes)
-                self._ledger.enter(balance)
+                self._ledger.write_balance(balance)
                 if balance.bytes > self._limits.max_bytes:
                     balance = self._evict(balance, found, room=0, keep=None)
                 self._scanned = True
             yield balance
 
-    def _reserve(self, path: Path, size: int) -> _Reservation | Written:
+    def _reserve(self, path: Path, size: int) -> _Reservation | WriteResult:
         """Reserves room for a file, or returns why there is none."""
-        room = layout.room_of(size)
+        room = layout.bytes_on_disk(size)
         with self._locked() as balance:
             if path.exists():
-                return Written.PRESENT
+                return WriteResult.PRESENT
             balance = self.today(balance)
             budget = self._limits.daily_write_bytes
             if budget is not None and balance.written + room > budget:
                 self._log_budget(balance.day, budget)
-                return Written.OVER_BUDGET
+                return WriteResult.OVER_BUDGET
             if balance.bytes + room > self._limits.max_bytes:
                 balance = self._make_room(balance, room, path)
                 if balance.bytes + room > self._limits.max_bytes:
-                    return Written.NO_ROOM
-            self._ledger.enter(replace(balance.plus(room), written=balance.written + room))
+                    return WriteResult.NO_ROOM
+            self._ledger.write_balance(replace(balance.plus(room), written=balance.written + room))
             try:
                 return self._preallocate(path, size, room)
             except BaseException:
-                self._ledger.enter(balance)
+                self._ledger.write_balance(balance)
                 raise
 
     def _make_room(self, balance: Balance, room: int, path: Path) -> Balance:
@@ -220,7 +220,7 @@ class Space:
             return balance
         found = scan(self._root)
         balance = replace(balance, bytes=found.bytes)
-        self._ledger.enter(balance)
+        self._ledger.write_balance(balance)
         if found.bytes + room <= limit:
             return balance
         if found.bytes - sum(block.room for block in found.blocks) + room > limit:
@@ -233,7 +233,7 @@ class Space:
         allowed = min(limit - room, limit * _KEPT_OF_100 // 100)
         left = eviction.evict(self._root, found, allowed, self._forget, keep)
         balance = replace(balance, bytes=left)
-        self._ledger.enter(balance)
+        self._ledger.write_balance(balance)
         return balance
 
     def _preallocate(self, path: Path, size: int, room: int) -> _Reservation:
@@ -255,7 +255,7 @@ class Space:
 
     def _fill_and_rename(
         self, reserved: _Reservation, fill: Callable[[int], None], mtime_ns: int | None
-    ) -> Written:
+    ) -> WriteResult:
         try:
             fill(reserved.descriptor)
             if mtime_ns is not None:
@@ -265,13 +265,13 @@ class Space:
         with self._locked() as balance:
             if reserved.path.exists():  # another engine was faster
                 os.unlink(reserved.temporary)
-                self._ledger.enter(balance.plus(-reserved.room))
-                return Written.PRESENT
+                self._ledger.write_balance(balance.plus(-reserved.room))
+                return WriteResult.PRESENT
             os.rename(reserved.temporary, reserved.path)
         self._warned = False
-        return Written.STORED
+        return WriteResult.STORED
 
-    def takes_files(self) -> bool:
+    def accepts_writes(self) -> bool:
         """Returns whether a file could be stored now, as far as known; does not block."""
         today = date.fromtimestamp(self._clock()).toordinal()
         return not (self._closed or self.is_paused() or self._day_of_last_refusal == today)

@@ -13,11 +13,11 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.kv_transfer.disk import layout, ledger
-from vllm_metal.kv_transfer.disk.block_folder import BlockFolder, Gone
+from vllm_metal.kv_transfer.disk.block_folder import BlockFolder, RemovedBlock
 from vllm_metal.kv_transfer.disk.ledger import UNKNOWN
 from vllm_metal.kv_transfer.disk.limits import Limits
 from vllm_metal.kv_transfer.disk.scan import FoundBlock
-from vllm_metal.kv_transfer.disk.space import Space, Written
+from vllm_metal.kv_transfer.disk.space import Space, WriteResult
 from vllm_metal.kv_transfer.disk.stats import Counters, DiskStats
 from vllm_metal.kv_transfer.store import Namespace, OfferedPages, Store
 
@@ -38,11 +38,11 @@ class DiskPages(OfferedPages):
 
     def find(self, keys: Iterable[bytes]) -> set[bytes]:
         folders = self.folders()
-        return {key for key in keys if any(folder.listing.knows(key) for folder in folders)}
+        return {key for key in keys if any(folder.listing.is_listed(key) for folder in folders)}
 
     def read(self, key: bytes) -> memoryview | None:
         for folder in self.folders():
-            if not folder.listing.knows(key):
+            if not folder.listing.is_listed(key):
                 continue
             page = memoryview(bytearray(self.content.size(key)))
             if folder.read(key, page):
@@ -76,7 +76,7 @@ class DiskStore(Store):
                 "prefix_cache_dir to an empty or a new folder"
             )
         self._limits = limits
-        self._gone: SimpleQueue[Gone] = SimpleQueue()
+        self._gone: SimpleQueue[RemovedBlock] = SimpleQueue()
         self._content: PoolContent | None = None
         self._counters = Counters()
         self._folders: dict[tuple[str, str], BlockFolder] = {}
@@ -146,13 +146,15 @@ class DiskStore(Store):
 
     def wants(self, namespace: Namespace, key: bytes) -> bool:
         folder = self.folder_of(namespace)
-        return folder is not None and self._space.takes_files() and not folder.contains(key)
+        return folder is not None and self._space.accepts_writes() and not folder.contains(key)
 
     def write(
         self, namespace: Namespace, key: bytes, row: np.ndarray, used_at: float, depth: int
     ) -> bool:
         folder = self.folder_of(namespace)
-        return folder is not None and folder.write(key, row.data, used_at, depth) is Written.STORED
+        return (
+            folder is not None and folder.write(key, row.data, used_at, depth) is WriteResult.STORED
+        )
 
     def read(
         self,
@@ -193,7 +195,7 @@ class DiskStore(Store):
         self._start_thread(list_all)
         return DiskPages(content, folders)
 
-    def take_message(self) -> list[Gone] | None:
+    def take_message(self) -> list[RemovedBlock] | None:
         return [self._gone.get() for _ in range(self._gone.qsize())] or None
 
     def metrics(self) -> DiskStats | None:
@@ -205,7 +207,7 @@ class DiskStore(Store):
 
     def stats(self) -> DiskStats:
         """Returns metrics without waiting."""
-        balance = ledger.peek(self._root)
+        balance = ledger.read_balance(self._root)
         if balance is not None and balance.is_known:
             self._last_balance = balance  # else it is missing, or being written right now
         today = self._space.today(self._last_balance)

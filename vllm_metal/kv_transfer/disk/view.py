@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from vllm_metal.identity.fingerprint import PoolContent
-from vllm_metal.kv_transfer.disk.block_folder import Gone, Listing
+from vllm_metal.kv_transfer.disk.block_folder import Listing, RemovedBlock
 from vllm_metal.kv_transfer.store import Lookup, View
 
 
@@ -64,7 +64,7 @@ class DiskView(View):
             load.start()
         return self._listings[namespace]
 
-    def update(self, message: list[Gone]) -> None:
+    def update(self, message: list[RemovedBlock]) -> None:
         for name, stays in message:
             if name.fingerprint == self._fingerprint and name.namespace in self._listings:
                 self._listings[name.namespace].forget(name.key, stays)

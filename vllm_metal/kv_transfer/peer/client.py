@@ -105,7 +105,7 @@ class Peer:
         self._session = secrets.token_bytes(SESSION_BYTES)
         self._lock = threading.Lock()
         self._engine_id: str | None = None
-        self._is_in_trouble = False
+        self._is_failing = False
         self._down_until: float | None = None
         self._refused: Terms | None = None  # own terms that did not match the peer's
         self._refused_until = 0.0  # when to check whether the peer has changed
@@ -124,7 +124,7 @@ class Peer:
 
     @property
     def engine_id(self) -> str | None:
-        """Id of the engine that last answered; None before. `ask(())` fetches it."""
+        """Id of the engine that last answered; None before. `lookup(())` fetches it."""
         return self._engine_id
 
     @property
@@ -134,11 +134,11 @@ class Peer:
             return self._down_until is not None and self._clock() < self._down_until
 
     @property
-    def is_in_trouble(self) -> bool:
-        """Whether the last attempt to use the peer failed; `hello` tries again."""
-        return self._is_in_trouble
+    def is_failing(self) -> bool:
+        """Whether the last attempt to use the peer failed; `ping` tries again."""
+        return self._is_failing
 
-    def hello(self) -> bool:
+    def ping(self) -> bool:
         """Returns whether the peer answers and has K/V that this engine can use; blocks."""
         answers = self._call(_renew, otherwise=False)
         if answers:
@@ -147,11 +147,11 @@ class Peer:
 
     def avoid(self) -> None:
         """Backs off from this peer, like from one that could not be reached."""
-        self._is_in_trouble = True
+        self._is_failing = True
         with self._lock:
             self._down_until = self._clock() + self._timeouts.down
 
-    def ask(self, keys: Iterable[bytes], wait_s: float | None = None) -> frozenset[bytes]:
+    def lookup(self, keys: Iterable[bytes], wait_s: float | None = None) -> frozenset[bytes]:
         """Returns the pages that the peer has, and leases them; blocks.
 
         The leases last until each call's results are passed to `release` once, or for some minutes.
@@ -202,7 +202,7 @@ class Peer:
         return good
 
     def release(self, keys: Iterable[bytes]) -> None:
-        """Releases pages that `ask` found, without blocking."""
+        """Releases pages that `lookup` found, without blocking."""
         self._leases.release(keys)
 
     def stats(self) -> PeerStats:
@@ -304,7 +304,7 @@ class Peer:
         with self._lock:
             trouble, self._trouble = self._trouble, None
             self._down_until = self._refused = None
-            self._is_in_trouble = False
+            self._is_failing = False
         if trouble is not None:
             logger.info("Connected to the peer %s", self.address)
 
@@ -318,7 +318,7 @@ class Peer:
 
     def _refuse(self, own: Terms, reason: str | None) -> None:
         """Backs off from this peer, and logs `reason` unless it is None."""
-        self._is_in_trouble = True
+        self._is_failing = True
         with self._lock:
             self._refused, self._refused_until = own, self._clock() + self._timeouts.refused
         if reason is not None:

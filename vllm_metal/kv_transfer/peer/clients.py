@@ -61,7 +61,7 @@ class Clients:
             self._close_peer(oldest)
         return peer
 
-    def keep(self, addresses: Collection[Address]) -> None:
+    def retain(self, addresses: Collection[Address]) -> None:
         """Closes the peers whose address is not in `addresses`."""
         with self._lock:
             gone = [self._peers.pop(each) for each in [*self._peers] if each not in addresses]

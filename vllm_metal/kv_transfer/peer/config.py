@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from vllm.logger import init_logger
 
-from vllm_metal.kv_transfer.peer.limits import HASTY, MAX_PEERS, TIMEOUTS, Timeouts
+from vllm_metal.kv_transfer.peer.limits import MAX_PEERS, SHORT_TIMEOUTS, TIMEOUTS, Timeouts
 from vllm_metal.kv_transfer.peer.peer_list import read_peers
 from vllm_metal.kv_transfer.store import StoreConfig
 from vllm_metal.settings import secret_file, values
@@ -80,8 +80,8 @@ class PeerConfig(StoreConfig):
     """Addresses of this engine and its peers, and how they exchange pages."""
 
     name = "peers"
-    asked_by = "'listen' and 'peers', the addresses of engines that hand each other K/V"
-    asking = ("listen", "peers", "peers_file")
+    enabled_by = "'listen' and 'peers', the addresses of engines that hand each other K/V"
+    enabling_keys = ("listen", "peers", "peers_file")
     readers = MappingProxyType(
         {
             "listen": Address.parse,
@@ -139,7 +139,7 @@ class PeerConfig(StoreConfig):
                 f"{where} 'share' needs kv_role 'kv_both' and 'listen', the address at which "
                 "peers fetch pages from this engine's KV pool"
             )
-        if cls.is_asked_for(given):
+        if cls.is_enabled(given):
             try:
                 config = cls.of(given, role)
             except ValueError as error:
@@ -178,7 +178,7 @@ class PeerConfig(StoreConfig):
 
     @property
     def _timeouts(self) -> Timeouts:
-        return HASTY if self.pull == "auto" else TIMEOUTS
+        return SHORT_TIMEOUTS if self.pull == "auto" else TIMEOUTS
 
     def read_secret(self) -> bytes:
         """Reads the secret; b"" without one. Raises ValueError if its file cannot be used."""

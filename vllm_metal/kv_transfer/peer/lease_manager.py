@@ -103,7 +103,7 @@ class LeaseManager:
                     self._changed.wait(left if self._demands else None)
                 if self._closed:
                     return
-                oldest = self._clock() - self._timeouts.held
+                oldest = self._clock() - self._timeouts.longest_lease
                 forgotten = [
                     key for key, demand in self._demands.items() if demand.asked_at <= oldest
                 ]

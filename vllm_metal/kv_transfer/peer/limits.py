@@ -22,7 +22,7 @@ MAX_PEERS = 64
 #: Threads and sockets that peers can make a server hold; each peer uses at most seven.
 MAX_CONNECTIONS = 32
 #: Additional connections that are not authenticated yet, which takes some milliseconds.
-MAX_UNPROVEN = 32
+MAX_UNAUTHENTICATED = 32
 #: Connections per peer: two threads that load, four lookups, and the thread that renews leases.
 CONNECTIONS_OF_A_PEER = 7
 
@@ -37,14 +37,14 @@ class Timeouts:
     #: collection or a step.
     no_progress: float = 5.0
     #: For each message until the secret is proved.
-    prove: float = 3.0
+    authenticate: float = 3.0
     #: Duration of leases without renewal.
     lease: float = 30.0
     #: Interval of renewals: two of three may be late or lost.
     renew: float = 10.0
     #: Longest that leases are renewed without another lookup: loads take seconds, and a forgotten
     #: request must not hold the other engine's memory.
-    held: float = 300.0
+    longest_lease: float = 300.0
     #: Back-off after a peer could not be reached.
     down: float = 10.0
     #: Back-off after a peer was refused, which takes a restart of either engine to fix.
@@ -53,12 +53,12 @@ class Timeouts:
     #: few steps after it computed them.
     wait: float = 10.0
     #: Interval of a server's `Waiting` messages.
-    waiting_sign: float = 1.0
+    waiting_interval: float = 1.0
 
 
 TIMEOUTS = Timeouts()
 #: For an engine that could compute, and checks whether peers would be faster.
-HASTY = Timeouts(connect=1.0, no_progress=1.5, down=3.0)
+SHORT_TIMEOUTS = Timeouts(connect=1.0, no_progress=1.5, down=3.0)
 
 #: Bytes that must move in `Timeouts.no_progress` seconds, unless less is left of a page: 13 KB/s.
 #: A slower peer does not help a request that could compute.

@@ -153,20 +153,20 @@ class PeerList:
             logger.warning("%s; keeping the previous peers", error)
             return
         self.addresses = self._without_own(self._file.addresses)
-        self._clients.keep(self.addresses)
+        self._clients.retain(self.addresses)
         self._present.intersection_update(self.addresses)
         logger.info("Now fetching K/V from %s", ", ".join(map(str, self.addresses)) or "no peers")
 
     def _greet(self) -> None:
         # All at once, so that a peer that does not answer does not delay the others.
         peers = [self._clients.at(each) for each in self.addresses]
-        away = [peer for peer in peers if peer.engine_id is None or peer.is_in_trouble]
-        threads = [threading.Thread(target=peer.hello, name="kv-peer-hello") for peer in away]
+        away = [peer for peer in peers if peer.engine_id is None or peer.is_failing]
+        threads = [threading.Thread(target=peer.ping, name="kv-peer-ping") for peer in away]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        there = {peer.address for peer in peers if peer.engine_id and not peer.is_in_trouble}
+        there = {peer.address for peer in peers if peer.engine_id and not peer.is_failing}
         for address in there - self._present:
             logger.info("Added the peer %s", address)
         for address in self._present - there:

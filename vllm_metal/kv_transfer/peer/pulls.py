@@ -57,7 +57,7 @@ class Rate:
         self._count += 1
 
     @property
-    def each(self) -> float:
+    def seconds_per_unit(self) -> float:
         """Seconds per unit; 0 if unknown."""
         return self._seconds / self._units if self._count >= _LEAST_MEASURED else 0.0
 
@@ -186,11 +186,11 @@ class Puller:
         if tokens >= _LEAST_TOKENS and seconds > 0.0:
             self._prefill.add(tokens, seconds)
 
-    def trusts(self, address: Address, now: float) -> bool:
+    def is_usable(self, address: Address, now: float) -> bool:
         """Returns whether a peer may be asked, that is, is not avoided after failures."""
         return address not in self._links or now >= self._links[address].avoided_until
 
-    def keep(self, addresses: Collection[Address]) -> None:
+    def retain(self, addresses: Collection[Address]) -> None:
         """Forgets the peers whose address is not in `addresses`."""
         self._links = {at: link for at, link in self._links.items() if at in addresses}
 
@@ -215,8 +215,8 @@ class Puller:
                     link.rate = Rate()
                 pages[address] = usable
                 queued = self._pending_bytes + self._num_bytes(usable)
-                seconds[address] = link.rate.each * queued
-                saved[address] = self._prefill.each * tokens - seconds[address]
+                seconds[address] = link.rate.seconds_per_unit * queued
+                saved[address] = self._prefill.seconds_per_unit * tokens - seconds[address]
         if not pages:
             return None
         longest = float("inf") if self._keeps_part else _LONGEST_AT_RISK
@@ -266,7 +266,9 @@ class Puller:
             return None
         pull.num_bytes, pull.began_at = self._num_bytes(wanted), now
         self._pending_bytes += pull.num_bytes
-        page_seconds = self._prefill.each * self._block_tokens if self._keeps_part else 0.0
+        page_seconds = (
+            self._prefill.seconds_per_unit * self._block_tokens if self._keeps_part else 0.0
+        )
         is_known = page_seconds > 0.0 or not self._keeps_part
         patience = Patience(page_seconds if is_known else None)
         return PullHint(dict.fromkeys(wanted, pull.address), patience)

@@ -19,7 +19,7 @@ from vllm_metal.kv_transfer.store import OfferedPages
 class ServedPages:
     """Pages from an export cache, a pool that fills it on request, and other stores.
 
-    Thread-safe. Methods that wait call `sign` at intervals.
+    Thread-safe. Methods that wait call `send_waiting` at intervals.
     """
 
     #: Pages of other stores, read when they are fetched.
@@ -34,18 +34,18 @@ class ServedPages:
         self._timeouts = timeouts
 
     def find(
-        self, holder: int, keys: Sequence[bytes], seconds: float, sign: Callable[[], bool]
+        self, holder: int, keys: Sequence[bytes], seconds: float, send_waiting: Callable[[], bool]
     ) -> set[bytes]:
         """Returns the available pages among `keys`, and leases them.
 
         Args:
             seconds: limit of the wait for announced pages that are not available yet.
-            sign: called at intervals; returns False to stop waiting.
+            send_waiting: called at intervals; returns False to stop waiting.
         """
         in_pool = {key for key in keys if self._pool is not None and self._pool.contains(key)}
         others = [key for key in keys if key not in in_pool]
         stored = self._find_offered(others)
-        self._wait([key for key in others if key not in stored], seconds, sign)
+        self._wait([key for key in others if key not in stored], seconds, send_waiting)
         found = in_pool | stored | {key for key in others if self.export_cache.contains(key)}
         # Before the export cache: a page that leaves the pool in between is in the cache, or its
         # request computes it.
@@ -55,8 +55,8 @@ class ServedPages:
         return found
 
     @contextmanager
-    def brought(
-        self, holder: int, keys: Sequence[bytes], sign: Callable[[], bool]
+    def export_pages(
+        self, holder: int, keys: Sequence[bytes], send_waiting: Callable[[], bool]
     ) -> Iterator[Callable[[bytes], Page | None]]:
         """Copies the pool's pages to the export cache; yields a function that returns a key's page.
 
@@ -65,7 +65,7 @@ class ServedPages:
         missing = [key for key in keys if not self.export_cache.contains(key)]
         if self._pool is not None and missing:
             self._pool.want(missing, self.export_cache.expect)
-            self._wait(missing, self._timeouts.wait, sign)
+            self._wait(missing, self._timeouts.wait, send_waiting)
             self.export_cache.lease(holder, missing, self._timeouts.lease)
         came = set(missing)
 
@@ -96,13 +96,15 @@ class ServedPages:
                 return Page(data, checksum(key, blake3(data)))
         return None
 
-    def _wait(self, keys: Sequence[bytes], seconds: float, sign: Callable[[], bool]) -> None:
+    def _wait(
+        self, keys: Sequence[bytes], seconds: float, send_waiting: Callable[[], bool]
+    ) -> None:
         """Waits until none of the pages is announced."""
         deadline = time.monotonic() + seconds
         while True:
             left = deadline - time.monotonic()
-            self.export_cache.await_pages(keys, min(left, self._timeouts.waiting_sign))
-            if left <= 0 or not self.export_cache.any_expected(keys) or not sign():
+            self.export_cache.await_pages(keys, min(left, self._timeouts.waiting_interval))
+            if left <= 0 or not self.export_cache.any_expected(keys) or not send_waiting():
                 return
 
     def renew(self, holder: int) -> None:

@@ -18,7 +18,7 @@ from vllm_metal.kv_transfer.peer.handshake import Terms
 from vllm_metal.kv_transfer.peer.limits import (
     MAX_CONNECTIONS,
     MAX_MESSAGE_BYTES,
-    MAX_UNPROVEN,
+    MAX_UNAUTHENTICATED,
     TIMEOUTS,
     Timeouts,
 )
@@ -159,7 +159,7 @@ class PageServer:
     def _make_room(self) -> None:
         """Ends the oldest unauthenticated connection of the busiest address, if there are many."""
         # So silent strangers shut nobody out, as peers authenticate at once.
-        if len(self._unauthenticated) >= MAX_UNPROVEN:
+        if len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
             ((busiest, _),) = Counter(self._unauthenticated.values()).most_common(1)
             oldest = next(sock for sock, ip in self._unauthenticated.items() if ip == busiest)
             del self._unauthenticated[oldest]
@@ -169,7 +169,7 @@ class PageServer:
         session = None
         try:
             terms = self._terms()
-            session = handshake.greet(Link(sock, self._timeouts.prove), self._secret, terms)
+            session = handshake.greet(Link(sock, self._timeouts.authenticate), self._secret, terms)
             with self._lock:
                 self._unauthenticated.pop(sock, None)
                 self._sessions[session] += 1
@@ -239,7 +239,7 @@ class PageServer:
     def send_pages(self, link: Link, session: int, terms: Terms, keys: list[bytes]) -> None:
         """Sends pages one by one, so that a connection holds at most one evicted page."""
         export_cache = self.pages.export_cache
-        with self.pages.brought(session, keys, partial(self._send_waiting, link)) as give:
+        with self.pages.export_pages(session, keys, partial(self._send_waiting, link)) as give:
             if not self.pages.has_all(keys):
                 self._check(terms)
                 link.send(NoPage())

@@ -23,12 +23,12 @@ from vllm_metal.settings.address import Address
 
 #: Seconds that a request waits for its peers; then it computes what none has offered. Connecting
 #: takes at most 2 s, and a peer may wait some seconds for pages that it is copying.
-ASK_SECONDS = 10.0
+LOOKUP_SECONDS = 10.0
 #: The same if the request could compute everything: a peer answers in milliseconds.
-ASK_SECONDS_HASTY = 0.3
+SHORT_LOOKUP_SECONDS = 0.3
 #: Threads that wait for answers: four lookups per peer, as long as few peers hang.
 _MOST_THREADS = 64
-Answer = Future[frozenset[bytes]]
+PendingLookup = Future[frozenset[bytes]]
 
 
 class PeerLookup(Lookup):
@@ -36,10 +36,10 @@ class PeerLookup(Lookup):
 
     def __init__(
         self,
-        answers: Mapping[Address, Answer],
-        release_answer: Callable[[Address, Answer], None],
+        answers: Mapping[Address, PendingLookup],
+        release_answer: Callable[[Address, PendingLookup], None],
         clock: Callable[[], float] = time.monotonic,
-        seconds: float = ASK_SECONDS,
+        seconds: float = LOOKUP_SECONDS,
     ) -> None:
         """
         Args:
@@ -90,8 +90,8 @@ class ChosenLookup(PeerLookup):
         self,
         puller: Puller,
         keys: Sequence[bytes],
-        answers: Mapping[Address, Answer],
-        release_answer: Callable[[Address, Answer], None],
+        answers: Mapping[Address, PendingLookup],
+        release_answer: Callable[[Address, PendingLookup], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -100,7 +100,7 @@ class ChosenLookup(PeerLookup):
             keys: pages that were looked up.
             answers, release_answer, clock: see `PeerLookup`.
         """
-        super().__init__(answers, release_answer, clock, ASK_SECONDS_HASTY)
+        super().__init__(answers, release_answer, clock, SHORT_LOOKUP_SECONDS)
         self._puller = puller
         self._keys = keys
         self._is_chosen = False
@@ -162,9 +162,10 @@ class PeerView(View):
         self._puller = puller
         self._address = address
         self._keeps = keeps
-        self._asked: dict[Address, tuple[Answer, float]] = {}  # last hasty lookup of each peer
+        # Last short lookup of each peer.
+        self._asked: dict[Address, tuple[PendingLookup, float]] = {}
         most = min(_MOST_THREADS, 4 * (MAX_PEERS if file is not None else len(peers)))
-        self._threads = ThreadPoolExecutor(max(1, most), "kv-ask")
+        self._threads = ThreadPoolExecutor(max(1, most), "kv-lookup")
         self._list = PeerList(clients, peers, file, address, greets=puller is not None)
 
     def use(self, content: PoolContent) -> None:
@@ -186,44 +187,44 @@ class PeerView(View):
             at: peer for at, peer in peers.items() if engine_id and peer.engine_id == engine_id
         }
         if self._puller is not None and not engine_id:
-            return self._look_up_hastily(self._puller, peers, keys)
+            return self._look_up_briefly(self._puller, peers, keys)
         asked = {at: peer for at, peer in (named or peers).items() if not peer.is_down}
         if not asked or not (wanted := keys()):
             return PeerLookup({}, self._release_answer)
-        answers = {at: self._threads.submit(peer.ask, wanted) for at, peer in asked.items()}
+        answers = {at: self._threads.submit(peer.lookup, wanted) for at, peer in asked.items()}
         return PeerLookup(answers, self._release_answer)
 
-    def _look_up_hastily(
+    def _look_up_briefly(
         self, puller: Puller, peers: Mapping[Address, Peer], keys: Callable[[], Sequence[bytes]]
     ) -> Lookup:
         """Asks peers that are known to answer, without waiting for pages being produced."""
         now = time.monotonic()
-        puller.keep(peers)
+        puller.retain(peers)
         late = {
             at
             for at, (answer, asked_at) in self._asked.items()
-            if not answer.done() and now - asked_at > ASK_SECONDS_HASTY
+            if not answer.done() and now - asked_at > SHORT_LOOKUP_SECONDS
         }
         asked = {
             at: peer
             for at, peer in peers.items()
-            if at not in late and not peer.is_in_trouble and puller.trusts(at, now)
+            if at not in late and not peer.is_failing and puller.is_usable(at, now)
         }
         if not asked or not (wanted := keys()):
             return PeerLookup({}, self._release_answer)
         answers = {
-            at: self._threads.submit(partial(peer.ask, wait_s=0.0), wanted)
+            at: self._threads.submit(partial(peer.lookup, wait_s=0.0), wanted)
             for at, peer in asked.items()
         }
         before = {at: each for at, each in self._asked.items() if at in peers}
         self._asked = before | {at: (answer, now) for at, answer in answers.items()}
         return ChosenLookup(puller, wanted, answers, self._release_answer)
 
-    def _release_answer(self, address: Address, answer: Answer) -> None:
+    def _release_answer(self, address: Address, answer: PendingLookup) -> None:
         if address in self._list.addresses:  # else its leases ended with its connections
             answer.add_done_callback(partial(self._release, self._clients.at(address)))
 
-    def _release(self, peer: Peer, answer: Answer) -> None:
+    def _release(self, peer: Peer, answer: PendingLookup) -> None:
         with suppress(RuntimeError):  # if the threads have ended, so have the peer's leases
             if not answer.cancelled() and answer.result():
                 self._threads.submit(peer.release, answer.result())
@@ -243,7 +244,7 @@ class PeerView(View):
     def metrics(self) -> PullCounts | None:
         return None if self._puller is None else self._puller.counts
 
-    def params_for_others(self, req_id: str) -> dict[str, Any] | None:
+    def kv_transfer_params(self, req_id: str) -> dict[str, Any] | None:
         """Returns kv_transfer_params with the names of vLLM's NIXL connector, for its proxies."""
         # The other engine finds pages by their hashes; this only names the first peer to ask.
         if self._address is None:
