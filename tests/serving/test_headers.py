@@ -73,7 +73,7 @@ def test_control_characters_are_seen(byte):
 
 def test_vllm_gets_neither_keys_nor_ids():
     sent = [(b"host", b"h"), (b"authorization", b"Bearer k"), (b"x-request-id", b"1"), JSON]
-    assert read(*sent).passed_on == ((b"host", b"h"),)
+    assert read(*sent).forwarded == ((b"host", b"h"),)
     written = headers.with_body(sent, 5)
     assert (b"content-length", b"5") in written and written.count(JSON) == 1
     assert all(name != b"x-request-id" for name, _ in written)

@@ -57,13 +57,13 @@ def replayed(written: bytes, receive: Receive) -> Receive:
         if not given:
             given = True
             return {"type": "http.request", "body": written, "more_body": False}
-        await until_gone(receive)
+        await wait_for_disconnect(receive)
         return {"type": "http.disconnect"}
 
     return messages
 
 
-async def until_gone(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Waits until the client disconnects; call it after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

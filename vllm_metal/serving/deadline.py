@@ -47,7 +47,7 @@ class Deadline:
         return self._limit_s is not None
 
     @property
-    def came_to_nothing(self) -> bool:
+    def aborted_before_output(self) -> bool:
         """Whether the request was aborted before its first output token."""
         return self._aborted and not self._had_tokens
 

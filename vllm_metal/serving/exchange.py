@@ -169,7 +169,7 @@ class Exchange:
     def _has_no_output(self) -> bool:
         # vLLM answers some aborted requests with a status of 5xx.
         failed = self._status is not None and self._status >= 500
-        return self._deadline.came_to_nothing or (failed and self._deadline.expired.done())
+        return self._deadline.aborted_before_output or (failed and self._deadline.expired.done())
 
     def _record(self, part: bytes) -> None:
         self._bytes_left -= len(part)

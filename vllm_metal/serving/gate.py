@@ -21,7 +21,7 @@ from vllm_metal.serving.deadline import Sleep
 from vllm_metal.serving.generation import Generation
 from vllm_metal.serving.headers import Headers
 from vllm_metal.serving.meter import Meter
-from vllm_metal.serving.metrics import NOBODY, ServerMetrics, of_process
+from vllm_metal.serving.metrics import NO_TENANT, ServerMetrics, of_process
 from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache.cache import ResponseCache
 from vllm_metal.serving.response_cache.key import Render
@@ -81,7 +81,7 @@ class Tenants:
             self._shared.secret = config.tenants.read_secret()
             self._shared.meter = Meter(self.metrics, self._shared.secret)
             # Created before the first request: Prometheus' rate() misses the step to a first value.
-            self.metrics.requests.labels(NOBODY, "401")
+            self.metrics.requests.labels(NO_TENANT, "401")
         if config.response_cache is not None:
             store = open_store(config.response_cache)
             secret = self._shared.secret or secret_of(config.response_cache)
@@ -159,7 +159,7 @@ class Tenants:
             refused = _UNLISTED
         except Refusal as error:
             refused = error
-        _count(self.metrics, NOBODY, refused.status)
+        _count(self.metrics, NO_TENANT, refused.status)
         if "websocket.http.response" in scope.get("extensions", {}):
             await refused.response()(scope, receive, send)
         else:
@@ -177,7 +177,7 @@ class Tenants:
                 match, key = self._admit(self.keys, match, sent, client)
                 scope = _inner_scope(scope, root, match)
                 if key is not None:
-                    scope["headers"] = [*sent.passed_on]
+                    scope["headers"] = [*sent.forwarded]
                     self._check_response_id(match, key)
             await self._serve(match, key, sent, scope, receive, client)
         except Refusal as refused:
@@ -197,7 +197,7 @@ class Tenants:
             return match, None
         key = _key_of(sent, keys)
         client.tenant = key.tenant
-        if match is None or match.route.asks != key.purpose:
+        if match is None or match.route.required_key != key.purpose:
             raise _UNLISTED
         return match, key
 
@@ -234,13 +234,15 @@ class Tenants:
 
     async def _update_cache_size(self, route: Route | None) -> None:
         # Only for those who may read /metrics: it queries the store.
-        if route is not None and route.asks == "metrics" and self._shared.cache is not None:
+        if route is not None and route.required_key == "metrics" and self._shared.cache is not None:
             await self._shared.cache.count_bytes()
 
     def _needs_no_key(self, match: Match) -> bool:
         tenants = self._config.tenants
         open_metrics = tenants is not None and tenants.open_metrics
-        return match.route.asks == "nothing" or (match.route.asks == "metrics" and open_metrics)
+        return match.route.required_key == "nothing" or (
+            match.route.required_key == "metrics" and open_metrics
+        )
 
     def _refuse_second_key(self, scope: Scope) -> None:
         # A cached response would bypass vLLM's own key check.
@@ -254,7 +256,7 @@ class _Client:
 
     def __init__(self, send: Send, metrics: ServerMetrics | None) -> None:
         self._send, self._metrics = send, metrics  # None without tenants
-        self.tenant = NOBODY
+        self.tenant = NO_TENANT
         self.started = False  # whether a response has begun
 
     async def __call__(self, message: Message) -> None:

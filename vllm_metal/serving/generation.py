@@ -15,7 +15,7 @@ from vllm_metal.serving.duration import Duration
 from vllm_metal.serving.exchange import Exchange
 from vllm_metal.serving.refusal import Refusal
 from vllm_metal.serving.response_cache import complete, key
-from vllm_metal.serving.response_cache.cache import Abandoned, Lead, NotKept
+from vllm_metal.serving.response_cache.cache import Abandoned, Lead, NotCacheable
 from vllm_metal.serving.response_cache.entry import Entry, Form
 from vllm_metal.serving.routes import Style
 from vllm_metal.serving.tenant_request import Shared, TenantRequest
@@ -46,18 +46,18 @@ class Generation:
                 await self._answer_or_join(cache_key, receive, send)
         finally:
             self._deadline.end()
-            duration.end(self._deadline.expired.done(), request.asked.background)
+            duration.end(self._deadline.expired.done(), request.parsed.background)
 
     async def _key(self) -> str | None:
         """Returns the response-cache key; None if the request bypasses the cache."""
         shared, request = self._shared, self._request
         if shared.cache is None or shared.render is None or shared.model is None or request.fresh:
             return None
-        if not request.asked.repeatable:
+        if not request.parsed.repeatable:
             return None
         render = shared.render(request.scope["app"].state)
         return await key.of_request(
-            self._style, request.fields, request.asked, request.identity, shared.model, render
+            self._style, request.fields, request.parsed, request.identity, shared.model, render
         )
 
     async def _answer_or_join(self, cache_key: str, receive: Receive, send: Send) -> None:
@@ -69,7 +69,7 @@ class Generation:
                 await self._replay(await self._wait(waiting, receive), receive, send)
             except Abandoned:
                 continue
-            except NotKept:
+            except NotCacheable:
                 await self._forward(receive, send, "miss")
             return
         lead = cache.coalesced.lead(cache_key)
@@ -91,10 +91,10 @@ class Generation:
     async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
         """Waits for an equal request's response.
 
-        Raises Abandoned or NotKept if the future does, Refusal at the deadline, and
+        Raises Abandoned or NotCacheable if the future does, Refusal at the deadline, and
         ClientDisconnect.
         """
-        disconnected = asyncio.ensure_future(body.until_gone(receive))
+        disconnected = asyncio.ensure_future(body.wait_for_disconnect(receive))
         expired = self._deadline.expired
         try:
             await asyncio.wait(
@@ -135,10 +135,10 @@ class Generation:
             style=self._style,
             x_cache=None if result is None else result.upper(),
             record_bytes=config.max_answer_bytes if config and lead else 0,
-            on_too_long=(lambda: lead.end(NotKept())) if lead else None,
+            on_too_long=(lambda: lead.end(NotCacheable())) if lead else None,
         )
         await exchange.run(shared.app, self._request.scope, receive, send)
-        if self._request.asked.background:
+        if self._request.parsed.background:
             self._deadline.leave_running()
         return exchange
 
@@ -148,13 +148,13 @@ class Generation:
             return Abandoned()
         entry = exchange.entry()
         if entry is None or self._deadline.expired.done():
-            return NotKept()
+            return NotCacheable()
         if len(entry.content) < _SHORT:
             is_complete = complete.is_complete(self._style, entry)
         else:  # parsing takes milliseconds, which would delay other requests
             is_complete = await asyncio.to_thread(complete.is_complete, self._style, entry)
         if not is_complete:
-            return NotKept()
+            return NotCacheable()
         assert self._shared.cache is not None
         await self._shared.cache.keep(cache_key, entry, self._request.owner)
         return entry

@@ -48,7 +48,7 @@ class Headers:
     body: Refusal | None  # why the body is not plain JSON; None if it is, by its headers
     length: int | None  # of the body, in bytes; None: missing or invalid
     fresh: bool  # whether the client rejects cached responses (RFC 9111, 5.2.1)
-    passed_on: tuple[tuple[bytes, bytes], ...]  # headers of a tenant that vLLM may see
+    forwarded: tuple[tuple[bytes, bytes], ...]  # headers of a tenant that vLLM may see
 
 
 def read(scope: Scope) -> Headers:
@@ -64,7 +64,7 @@ def read(scope: Scope) -> Headers:
         body=_why_not_json(values[b"content-type"], values[b"content-encoding"]),
         length=next(map(int, lengths), None),
         fresh=b"no-cache" in caching or b"no-store" in caching,
-        passed_on=tuple(pair for pair in scope["headers"] if pair[0] in _PASSED),
+        forwarded=tuple(pair for pair in scope["headers"] if pair[0] in _PASSED),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 #: The tenant of requests without a valid key.
-NOBODY = "none"
+NO_TENANT = "none"
 #: How a generation request ended, as its client saw it; "hit": from the response cache;
 #: "background": the client has its response, and the engine continues.
 Outcome = Literal["computed", "hit", "timed_out", "aborted", "error", "background"]
@@ -41,13 +41,13 @@ class ServerMetrics:
             ("tenant", "kind"),
             registry=registry,
         )
-        self.kept_answers = Counter(
+        self.cache_requests = Counter(
             "vllm:response_cache_requests",
             "Requests by result of the response cache (hit, miss, bypass).",
             ("result",),
             registry=registry,
         )
-        self.kept_bytes = Gauge(
+        self.cache_bytes = Gauge(
             "vllm:response_cache_bytes",
             "Bytes of all cached responses.",
             multiprocess_mode="mostrecent",
@@ -73,7 +73,7 @@ class ServerMetrics:
         )
         # Created before the first request: Prometheus' rate() misses the step to a first value.
         for result in ("hit", "miss", "bypass"):
-            self.kept_answers.labels(result)
+            self.cache_requests.labels(result)
         for outcome in get_args(Outcome):
             self.durations.labels(outcome)
 

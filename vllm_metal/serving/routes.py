@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: Key that a route requires: none, a tenant's, or one for /metrics.
-Asks = Literal["nothing", "tenant", "metrics"]
+RequiredKey = Literal["nothing", "tenant", "metrics"]
 #: Format of a response: how it states its usage, and how its stream ends.
 Style = Literal["chat", "completion", "messages", "responses"]
 
@@ -23,7 +23,7 @@ class Route:
 
     method: str
     path: str  # "{id}" stands for a response's id
-    asks: Asks = "tenant"
+    required_key: RequiredKey = "tenant"
     body: bool = False  # whether it takes a JSON object
     style: Style | None = None  # None: it does not generate
     query: bool = False  # whether vLLM reads the query string
@@ -37,8 +37,8 @@ class Route:
 
 _RESPONSE = "/v1/responses/{id}"
 ROUTES = (
-    Route("GET", "/health", asks="nothing"),
-    Route("GET", "/metrics", asks="metrics"),
+    Route("GET", "/health", required_key="nothing"),
+    Route("GET", "/metrics", required_key="metrics"),
     Route("GET", "/v1/models"),
     Route("POST", "/v1/chat/completions", body=True, style="chat"),
     Route("POST", "/v1/completions", body=True, style="completion"),

@@ -56,7 +56,7 @@ class TenantRequest:
     route: Route
     key: Key | None
     fields: dict[str, Any]  # the client's body
-    asked: Fields  # parsed from it as vLLM does
+    parsed: Fields  # parsed from it as vLLM does
     fresh: bool  # whether the client rejects cached responses
     request_id: str  # the server's; every id that the engine gives the request contains it
     body: bytes  # for vLLM
@@ -94,8 +94,8 @@ async def read(
     found = body.parse(await body.read(receive, limits, sent.length), limits)
     if key is not None:
         media.check(found)
-    asked = Fields() if route.style is None else fields.read(route.style, found)
-    if asked.choices > limits.max_body_choices:
+    parsed = Fields() if route.style is None else fields.read(route.style, found)
+    if parsed.choices > limits.max_body_choices:
         most = limits.max_body_choices
         raise Refusal(400, f"The body asks for more than {most} choices (max_body_choices).")
     outgoing = dict(found)
@@ -108,11 +108,11 @@ async def read(
             request_id = response_ids.make(shared.secret, key.identity).removeprefix("resp_")
         outgoing["request_id"] = f"resp_{request_id}"
     written = body.write(outgoing)
-    passed_on = headers.with_body(scope["headers"], len(written))
+    forwarded = headers.with_body(scope["headers"], len(written))
     if route.style is not None:
-        passed_on.append((b"x-request-id", request_id.encode()))
-    scope = {**scope, "headers": passed_on}
-    return TenantRequest(route, key, found, asked, sent.fresh, request_id, written, scope)
+        forwarded.append((b"x-request-id", request_id.encode()))
+    scope = {**scope, "headers": forwarded}
+    return TenantRequest(route, key, found, parsed, sent.fresh, request_id, written, scope)
 
 
 def _isolate(shared: Shared, route: Route, key: Key, outgoing: dict[str, Any]) -> None:

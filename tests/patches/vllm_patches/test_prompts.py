@@ -13,7 +13,7 @@ class Recorder:
     def __init__(self):
         self.tokens = []
 
-    def asked(self, tokens, salt, messages, tools):
+    def on_prompt(self, tokens, salt, messages, tools):
         self.tokens.append(list(tokens))
 
 

@@ -28,7 +28,7 @@ def config(num_servers=1, **settings):
     ],
 )
 def test_weights_go_after_the_pool(settings, found):
-    assert idle_period.spells(AdditionalConfig.of(config(**settings))) == found
+    assert idle_period.idle_periods(AdditionalConfig.of(config(**settings))) == found
 
 
 def refused(num_servers=1, environment=None, **settings):

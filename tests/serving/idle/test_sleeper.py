@@ -79,12 +79,12 @@ class Engine:
             self.inside -= 1
 
 
-def play(script, spells=SPELLS):
+def play(script, idle_periods=SPELLS):
     """Runs `script(sleeper, engine)` beside a sleeper's watch."""
 
     async def main():
         engine = Engine()
-        sleeper = Sleeper(engine, spells)
+        sleeper = Sleeper(engine, idle_periods)
         sleeper.begin()
         await script(sleeper, engine)
         sleeper.close()

@@ -41,7 +41,7 @@ CASES = {
 def test_a_change_is_named(case):
     kind, before, now, what = CASES[case]
     found = changes.first(before, now)
-    assert (found.kind, found.before, found.goes_on) == (kind, what, True)
+    assert (found.kind, found.before, found.matches_after) == (kind, what, True)
 
 
 def test_a_date_in_place_of_a_word_is_an_edit():
@@ -50,9 +50,9 @@ def test_a_date_in_place_of_a_word_is_an_edit():
 
 def test_texts_that_never_meet_again_say_so():
     found = changes.first("Q: what is a whale?", "Q: who wrote Faust, and when?")
-    assert (found.kind, found.goes_on) == ("edit", False)
+    assert (found.kind, found.matches_after) == ("edit", False)
 
 
 def test_a_text_that_ends_where_the_other_goes_on():
     found = changes.first("one two", "one two three")
-    assert (found.before, found.now, found.goes_on) == ("", " three", False)
+    assert (found.before, found.now, found.matches_after) == ("", " three", False)

@@ -15,7 +15,7 @@ def report(before, now, cached=None, block_size=BLOCK_SIZE, answered=True):
     """The miss of `now` behind `before`; `cached` as a cache has it that lost nothing."""
     recent = RecentPrompts(8)
     remembered, _ = recent.add(before)
-    remembered.answered = answered
+    remembered.is_computed = answered
     _, closest = recent.add(now)
     if cached is None:
         common = min(closest.common if closest else 0, len(now.tokens) - 1)

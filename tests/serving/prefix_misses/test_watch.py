@@ -24,7 +24,7 @@ def ask(watch, messages, cached=0, salt=None):
     exchange = Exchange()
     token = EXCHANGE.set(exchange)
     tokens = rendered(messages).tokens
-    watch.answered(watch.asked(tokens, salt, messages), cached)
+    watch.on_first_token(watch.on_prompt(tokens, salt, messages), cached)
     EXCHANGE.reset(token)
     return exchange.miss
 
@@ -64,9 +64,9 @@ def test_an_engine_with_blocks_of_its_own_tells_their_length_by_what_it_finds(me
 def test_memory_is_bounded_by_bytes_and_by_owners(metrics):
     watch = Watch(decode, metrics.lost_tokens, 16, prompts=4, most_bytes=40_000)
     for number in range(2 * OWNERS):
-        watch.asked(range(number, number + 1000), f"salt {number}")
+        watch.on_prompt(range(number, number + 1000), f"salt {number}")
         assert watch.nbytes <= 40_000
     for number in range(20):
-        watch.asked(range(number, number + 1000), "one")
+        watch.on_prompt(range(number, number + 1000), "one")
         assert watch.nbytes <= 4 * 4000 + 40_000
     assert watch.nbytes <= 40_000

@@ -22,14 +22,14 @@ _REWRITE = "vllm_metal_rewrite"  # a renderer's
 class Watcher(Protocol):
     """Receives an engine's prompts and their prefix-cache hits."""
 
-    def asked(
+    def on_prompt(
         self,
         tokens: Sequence[int],
         salt: str | None,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
     ) -> Any:
-        """Takes a prompt on its way to the engine; returns the `question` for `answered`.
+        """Takes a prompt on its way to the engine; returns `pending` for `on_first_token`.
 
         Args:
             tokens: of the prompt. Positions of an image have numbers from IMAGES on, which differ
@@ -39,7 +39,7 @@ class Watcher(Protocol):
             tools: further input of the template.
         """
 
-    def answered(self, question: Any, cached: int) -> None:
+    def on_first_token(self, pending: Any, cached: int) -> None:
         """Takes the number of cached prompt tokens when the first token arrives."""
 
 
@@ -137,8 +137,10 @@ def _watch_prompt(
     owner = prompt.get("cache_salt")
     if (adapter := options.get("lora_request")) is not None:  # its K/V are no other adapter's
         owner = f"{owner or ''}\0{adapter.lora_name}"
-    question = watcher.asked(_with_image_numbers(tokens, prompt), owner, chat.messages, chat.tools)
-    return _watch_answer(outputs, watcher, question)
+    pending = watcher.on_prompt(
+        _with_image_numbers(tokens, prompt), owner, chat.messages, chat.tools
+    )
+    return _watch_answer(outputs, watcher, pending)
 
 
 def _with_image_numbers(tokens: Sequence[int], prompt: Mapping[str, Any]) -> Sequence[int]:
@@ -154,12 +156,12 @@ def _with_image_numbers(tokens: Sequence[int], prompt: Mapping[str, Any]) -> Seq
 
 
 async def _watch_answer(
-    outputs: AsyncGenerator[Any, None], watcher: Watcher, question: Any
+    outputs: AsyncGenerator[Any, None], watcher: Watcher, pending: Any
 ) -> AsyncGenerator[Any, None]:
     notified = False
     async with aclosing(outputs):
         async for output in outputs:
             if not notified:
-                watcher.answered(question, output.num_cached_tokens or 0)
+                watcher.on_first_token(pending, output.num_cached_tokens or 0)
                 notified = True
             yield output

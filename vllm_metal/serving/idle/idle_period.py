@@ -25,7 +25,7 @@ class IdlePeriod:
     level: int
 
 
-def spells(settings: AdditionalConfig) -> list[IdlePeriod]:
+def idle_periods(settings: AdditionalConfig) -> list[IdlePeriod]:
     """Returns the consecutive idle periods before each sleep level; empty without `idle_sleep`."""
     pool, weights = settings.idle_sleep, settings.idle_sleep_weights
     if pool is None:

@@ -42,12 +42,12 @@ class Sleeper:
     def __init__(
         self,
         engine: SleepingEngine,
-        spells: Sequence[IdlePeriod],
+        idle_periods: Sequence[IdlePeriod],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`spells`: idle periods in order of their levels; `clock`: returns seconds."""
-        self._engine, self._periods = engine, spells
+        """`idle_periods`: idle periods in order of their levels; `clock`: returns seconds."""
+        self._engine, self._periods = engine, idle_periods
         self._sleep, self._clock = sleep, clock
         self._lock = asyncio.Lock()
         self._level = 0  # sleep level set by the sleeper; 0 if awake, or put to sleep by the user

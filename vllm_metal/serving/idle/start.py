@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.patches.vllm_patches import engine_sleep
-from vllm_metal.serving.idle.idle_period import SETTING, spells
+from vllm_metal.serving.idle.idle_period import SETTING, idle_periods
 from vllm_metal.serving.idle.sleeper import Sleeper
 from vllm_metal.serving.idle.unavailable import Unavailable
 from vllm_metal.settings.additional_config import AdditionalConfig
@@ -27,7 +27,7 @@ def around(app: ASGIApp, state: Any) -> ASGIApp:
 
 
 def _make_sleeper(config: VllmConfig, engine: engine_sleep.Engine) -> Sleeper | None:
-    periods = spells(AdditionalConfig.of(config))
+    periods = idle_periods(AdditionalConfig.of(config))
     return Sleeper(engine, periods) if periods else None
 
 

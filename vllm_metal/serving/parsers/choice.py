@@ -24,7 +24,7 @@ class Choice:
     files: ModelFiles
     tool: Rule | None  # of the chosen parser, if any
     reasoning: Rule | None  # of the chosen parser, if any
-    left_out: tuple[Rule, ...] = ()  # rules that match, but whose parsers cannot be used
+    unusable: tuple[Rule, ...] = ()  # rules that match, but whose parsers cannot be used
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -46,8 +46,8 @@ class Choice:
         template = self.files.template
         if self.tool is not None:
             return _explain_chosen(TOOL_FLAGS, self.tool, self.files)
-        if (rule := self._left_out(TOOLS)) is not None:
-            return _explain_left_out(TOOL_FLAGS, rule)
+        if (rule := self._first_unusable(TOOLS)) is not None:
+            return _explain_unusable(TOOL_FLAGS, rule)
         if not template:
             return (
                 "The model's files have no chat template: chats need --chat-template FILE, and "
@@ -65,8 +65,8 @@ class Choice:
         """Explains how reasoning is parsed; "" if the chat template has none."""
         if self.reasoning is not None:
             return _explain_chosen(REASONING_FLAG, self.reasoning, self.files)
-        if (rule := self._left_out(REASONING)) is not None:
-            return _explain_left_out(REASONING_FLAG, rule)
+        if (rule := self._first_unusable(REASONING)) is not None:
+            return _explain_unusable(REASONING_FLAG, rule)
         if "think" not in self.files.template:
             return ""
         return (
@@ -83,16 +83,16 @@ class Choice:
         named = ", ".join(f"{key} {value}" for key, value in sampling.items())
         return f"Default sampling parameters from generation_config.json: {named}."
 
-    def _left_out(self, rules: Sequence[Rule]) -> Rule | None:
-        return next((rule for rule in self.left_out if rule in rules), None)
+    def _first_unusable(self, rules: Sequence[Rule]) -> Rule | None:
+        return next((rule for rule in self.unusable if rule in rules), None)
 
 
 def _explain_chosen(flags: str, rule: Rule, files: ModelFiles) -> str:
-    errs = f" Known problem of this vLLM parser: it {rule.errs}." if rule.errs else ""
-    return f"Chose {flags} {rule.parser}: {_why(rule, files)}.{errs}"
+    defect = f" Known problem of this vLLM parser: it {rule.defect}." if rule.defect else ""
+    return f"Chose {flags} {rule.parser}: {_why(rule, files)}.{defect}"
 
 
-def _explain_left_out(flags: str, rule: Rule) -> str:
+def _explain_unusable(flags: str, rule: Rule) -> str:
     if rule.chosen:
         package = rule.module.replace("_", "-")
         return (
@@ -100,7 +100,7 @@ def _explain_left_out(flags: str, rule: Rule) -> str:
         )
     return (
         f"No parser is chosen in place of {flags} {rule.parser}, which is for this model and "
-        f"{rule.errs}."
+        f"{rule.defect}."
     )
 
 
@@ -128,8 +128,8 @@ def choose(files: ModelFiles) -> Choice:
     if files.response_template and found == (None, None):
         return Choice(files, BY_TOKENIZER, BY_TOKENIZER)
     tool, reasoning = (rule if rule and _is_usable(rule) else None for rule in found)
-    left_out = tuple(rule for rule in found if rule and not _is_usable(rule))
-    return Choice(files, tool, reasoning, left_out)
+    unusable = tuple(rule for rule in found if rule and not _is_usable(rule))
+    return Choice(files, tool, reasoning, unusable)
 
 
 def _is_usable(rule: Rule) -> bool:
@@ -144,13 +144,13 @@ def _matches(rule: Rule, files: ModelFiles) -> bool:
     return (
         (not rule.families or files.model_type in rule.families)
         and all(marker in files.template for marker in rule.markers)
-        and not any(part in files.template for part in rule.without)
+        and not any(part in files.template for part in rule.absent_markers)
         and all(map(files.has_token, rule.tokens))
         and _matches_thinking(rule, files)
     )
 
 
 def _matches_thinking(rule: Rule, files: ModelFiles) -> bool:
-    if rule.thinks is None:
+    if rule.reasoning is None:
         return True
-    return files.thinking.by_default if rule.thinks == "unasked" else files.thinking.opened
+    return files.thinking.by_default if rule.reasoning == "by_default" else files.thinking.opened

@@ -18,17 +18,17 @@ class Rule:
 
     parser: str  # name in vLLM's registry
     markers: tuple[str, ...] = ()  # parts of the chat template; all must be there
-    without: tuple[str, ...] = ()  # parts that must not be there
+    absent_markers: tuple[str, ...] = ()  # parts that must not be there
     families: tuple[str, ...] = ()  # allowed values of model_type; empty: any
     #: Tokens that the tokenizer must have: without them vLLM's parser fails at startup, or the
     #: family's template does not show the format.
     tokens: tuple[str, ...] = ()
-    #: Required reasoning of requests that do not mention it: by default ("unasked"), or always, as
-    #: the prompt ends inside <think> ("opened"). Such a parser takes all text up to the end marker
+    #: Required reasoning of requests that do not mention it: "by_default", or always, as the prompt
+    #: ends inside <think> ("opened"). Such a parser takes all text up to the end marker
     #: as reasoning, which is wrong for other models. None: the parser detects reasoning itself.
-    thinks: Literal["unasked", "opened"] | None = None
+    reasoning: Literal["by_default", "opened"] | None = None
     module: str = ""  # module that the parser imports and vLLM does not require
-    errs: str = ""  # known problem of vLLM's parser, as a sentence without its subject
+    defect: str = ""  # known problem of vLLM's parser, as a sentence without its subject
     chosen: bool = True  # False: the problem is worse than having no parser
 
 
@@ -62,7 +62,7 @@ TOOLS: tuple[Rule, ...] = (
     Rule(
         "functiongemma",
         ("<start_function_call>",),
-        errs="garbles a stream's calls of several arguments",
+        defect="garbles a stream's calls of several arguments",
     ),
     Rule("longcat", ("<longcat_tool_call>",)),
     Rule("seed_oss", ("<seed:tool_call>", "<function=")),
@@ -71,48 +71,50 @@ TOOLS: tuple[Rule, ...] = (
     Rule("cohere_command4", ("<|START_ACTION|>", "<|START_TEXT|>"), module="cohere_melody"),
     Rule("cohere_command3", ("<|START_ACTION|>",), module="cohere_melody"),
     Rule(
-        "apertus", ("<|tools_prefix|>",), errs="keeps the last letters before a stream's call back"
+        "apertus",
+        ("<|tools_prefix|>",),
+        defect="keeps the last letters before a stream's call back",
     ),
     Rule(
         "muse_glimmer",
         ("<atem:function_calls>",),
-        errs="loses the first of two calls that come in one delta of a stream",
+        defect="loses the first of two calls that come in one delta of a stream",
     ),
     Rule("dots", ("<dots_function_call>",)),
     Rule(
         "internlm",
         ("<|action_start|>", "<|plugin|>"),
-        errs=f"fails where an answer has two calls, and {_ONE_DELTA}",
+        defect=f"fails where an answer has two calls, and {_ONE_DELTA}",
     ),
     Rule(
         "minicpm5",
         ('<function name="', '<param name="'),
-        errs="drops the text before a call, and streams the call as text, too",
+        defect="drops the text before a call, and streams the call as text, too",
     ),
     Rule(
         "deepseek_v3",
         (_DEEPSEEK_CALLS[0], "```json"),
         tokens=_DEEPSEEK_TOKENS,
-        errs=_ONE_DELTA,
+        defect=_ONE_DELTA,
     ),
     Rule(
         "deepseek_v31",
         (_DEEPSEEK_CALLS[0], "<｜tool▁sep｜>"),
         tokens=_DEEPSEEK_TOKENS,
-        errs=_ONE_DELTA,
+        defect=_ONE_DELTA,
     ),
     Rule(
         "mistral",
         ("[TOOL_CALLS]", "[CALL_ID]"),
         tokens=("[TOOL_CALLS]",),
-        errs="takes [CALL_ID], which this template writes, for a part of a tool's name",
+        defect="takes [CALL_ID], which this template writes, for a part of a tool's name",
     ),
     Rule(
         "mistral",
         ("[TOOL_CALLS]",),
-        without=("[ARGS]",),
+        absent_markers=("[ARGS]",),
         tokens=("[TOOL_CALLS]",),
-        errs="garbles arguments where a stream's delta ends just before them",
+        defect="garbles arguments where a stream's delta ends just before them",
     ),
     Rule("mistral", ("[TOOL_CALLS]",), tokens=("[TOOL_CALLS]",)),
     Rule("lfm2", families=_LFM2, tokens=("<|tool_call_start|>", "<|tool_call_end|>")),
@@ -129,13 +131,13 @@ TOOLS: tuple[Rule, ...] = (
         "ernie45",
         ("<tool_call>",),
         families=_ERNIE,
-        errs="loses the second of two calls that come in one delta of a stream",
+        defect="loses the second of two calls that come in one delta of a stream",
     ),
     Rule(
         "hunyuan_a13b",
         ("<tool_calls>",),
         families=_HUNYUAN,
-        errs="loses a stream's arguments at deltas of several tokens, and streams calls behind "
+        defect="loses a stream's arguments at deltas of several tokens, and streams calls behind "
         "text as text",
     ),
     Rule(
@@ -143,48 +145,48 @@ TOOLS: tuple[Rule, ...] = (
         ("<tool_calls>",),
         families=("jamba",),
         tokens=("<tool_calls>", "</tool_calls>"),
-        errs="drops letters of a stream's arguments",
+        defect="drops letters of a stream's arguments",
     ),
     Rule("olmo3", ("<function_calls>",), families=_OLMO_3),
     Rule(
         "gigachat3",
         ("function call", "<|role_sep|>", "<|message_sep|>"),
-        errs=f"reads one call an answer, and {_ONE_DELTA}",
+        defect=f"reads one call an answer, and {_ONE_DELTA}",
     ),
     Rule(
         "llama4_json",
         ('"parameters": ',),
         families=_LLAMA_4,
         tokens=("<|python_tag|>",),
-        errs=_ONE_DELTA,
+        defect=_ONE_DELTA,
     ),
     Rule("llama4_pythonic", families=_LLAMA_4, tokens=("<|python_start|>",)),
     Rule(
         "llama3_json",
         ("ipython", '"parameters": '),
-        without=("<function=", ">>>all", _PYTHONIC),
+        absent_markers=("<function=", ">>>all", _PYTHONIC),
         families=("llama",),
         tokens=("<|python_tag|>",),
-        errs=_ONE_DELTA,
+        defect=_ONE_DELTA,
     ),
     Rule("pythonic", (_PYTHONIC,)),
     Rule(
         "xlam",
         ("single JSON array", '{"name": "tool_call_name"'),
-        errs="streams arguments twice where a delta ends inside of them",
+        defect="streams arguments twice where a delta ends inside of them",
     ),
     Rule(
         "phi4_mini_json",
         ("<|tool|>",),
         families=("phi3",),
-        errs="streams nothing of an answer without calls",
+        defect="streams nothing of an answer without calls",
         chosen=False,
     ),
     # Hermes' format, which most others adopted: JSON between two tags.
     Rule(
         "hermes",
         ("<tool_call>", "</tool_call>", "arguments"),
-        without=("<|tool_call|>", "</tool_calls>"),
+        absent_markers=("<|tool_call|>", "</tool_calls>"),
     ),
 )
 
@@ -195,7 +197,7 @@ REASONING: tuple[Rule, ...] = (
         "minimax_m3",
         ("<mm:think>",),
         tokens=("<mm:think>", "</mm:think>"),
-        errs="streams reasoning as content",
+        defect="streams reasoning as content",
     ),
     Rule("minimax_m2", ("<minimax:tool_call>", "<think>"), tokens=_THINK),
     Rule("gemma4", ("<|channel>", "<channel|>")),
@@ -207,39 +209,42 @@ REASONING: tuple[Rule, ...] = (
     Rule("mistral", ("[THINK]",), tokens=("[THINK]", "[/THINK]", "[TOOL_CALLS]")),
     Rule("kimi_k2", ("<|tool_calls_section_begin|>", *_THINK), tokens=_THINK),
     Rule(
-        "deepseek_v3", ("<｜Assistant｜>", "thinking", *_THINK), without=("```json",), tokens=_THINK
+        "deepseek_v3",
+        ("<｜Assistant｜>", "thinking", *_THINK),
+        absent_markers=("```json",),
+        tokens=_THINK,
     ),
     Rule("ling3", ("<arg_key>", *_THINK), families=_LING_3, tokens=_THINK),
-    Rule("glm47", ("<arg_key>", "<think>"), tokens=_THINK, thinks="unasked"),
+    Rule("glm47", ("<arg_key>", "<think>"), tokens=_THINK, reasoning="by_default"),
     Rule(
         "poolside_v1", ("<arg_key>", *_THINK), families=("laguna",), tokens=("<assistant>", *_THINK)
     ),
-    Rule("mimo", families=("mimo", "mimo_v2_flash"), tokens=_THINK, thinks="unasked"),
+    Rule("mimo", families=("mimo", "mimo_v2_flash"), tokens=_THINK, reasoning="by_default"),
     Rule("step3p5", ("<tool_call>", *_THINK), families=("step3p5",), tokens=_THINK),
     Rule(
         "nemotron_v3",
         ("<function=", *_THINK),
         families=("nemotron_h",),
         tokens=_THINK,
-        thinks="unasked",
+        reasoning="by_default",
     ),
     Rule(
         "granite_thinking_parser",
         ("<function=", *_THINK),
         families=_GRANITE,
         tokens=_THINK,
-        thinks="unasked",
+        reasoning="by_default",
     ),
     Rule("ernie45", ("<think>",), families=_ERNIE, tokens=_THINK),
     Rule(
         "hunyuan_a13b",
         ("<think>",),
         families=_HUNYUAN,
-        errs="ends a stream with an error at a delta of several tokens",
+        defect="ends a stream with an error at a delta of several tokens",
         chosen=False,
     ),
-    Rule("olmo3", ("<think>",), families=_OLMO_3, tokens=_OLMO_3_TOKENS, thinks="opened"),
+    Rule("olmo3", ("<think>",), families=_OLMO_3, tokens=_OLMO_3_TOKENS, reasoning="opened"),
     # Qwen3's format: a switch in the template, with reasoning on by default.
-    Rule("qwen3", ("enable_thinking", *_THINK), tokens=_THINK, thinks="unasked"),
-    Rule("deepseek_r1", _THINK[:1], tokens=_THINK, thinks="opened"),
+    Rule("qwen3", ("enable_thinking", *_THINK), tokens=_THINK, reasoning="by_default"),
+    Rule("deepseek_r1", _THINK[:1], tokens=_THINK, reasoning="opened"),
 )

@@ -50,14 +50,14 @@ class Difference:
     kind: Change
     before: str  # replaced text, such as a whole date
     now: str
-    goes_on: bool  # whether both texts match again after it
+    matches_after: bool  # whether both texts match again after it
 
 
 def first(before: str, now: str) -> Difference:
     """Finds the first difference of two texts, which may have a common prefix."""
     start = _common_length(before, now)
     ends = _find_match(before[start:], now[start:])
-    goes_on = ends is not None
+    matches_after = ends is not None
     spans = [(start, start + end) for end in ends or (len(before) - start, len(now) - start)]
     for kind, pattern in _PATTERNS:
         found = [
@@ -65,9 +65,9 @@ def first(before: str, now: str) -> Difference:
             for text, span in zip((before, now), spans, strict=True)
         ]
         if found[0] is not None and found[1] is not None:
-            return Difference(kind, found[0][0], found[1][0], goes_on)
+            return Difference(kind, found[0][0], found[1][0], matches_after)
     (_, before_end), (_, now_end) = spans
-    return Difference("edit", before[start:before_end], now[start:now_end], goes_on)
+    return Difference("edit", before[start:before_end], now[start:now_end], matches_after)
 
 
 def _common_length(one: str, other: str) -> int:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from vllm_metal.serving.prefix_misses import changes
 from vllm_metal.serving.prefix_misses.prompt import Prompt
-from vllm_metal.serving.prefix_misses.recent import Closest, Remembered
+from vllm_metal.serving.prefix_misses.recent import Closest, EarlierPrompt
 
 Cause = Literal[
     "first_seen",  # no remembered prompt is similar
@@ -78,7 +78,7 @@ def explain(
         return None
     # One missing block is no eviction: the block before the last may be dropped.
     if parts[2] == max(parts) and parts[2] > block_size:
-        return Miss("evicted" if before.answered else "in_flight", cached, lost, cached)
+        return Miss("evicted" if before.is_computed else "in_flight", cached, lost, cached)
     if changed < LEAST:
         return Miss("granularity", cached, lost, common)
     return _explain_change(prompt, before, common, cached, lost, decode)
@@ -86,7 +86,7 @@ def explain(
 
 def _explain_change(
     prompt: Prompt,
-    before: Remembered,
+    before: EarlierPrompt,
     common: int,
     cached: int,
     lost: int,
@@ -98,9 +98,9 @@ def _explain_change(
     message, cause = _find_change(prompt, before.prompt)
     # Neither the text nor the messages match again after the change: it is another conversation.
     following = prompt.messages[(message or 0) + 1 :]
-    if not difference.goes_on and not set(following).intersection(before.prompt.messages):
+    if not difference.matches_after and not set(following).intersection(before.prompt.messages):
         return Miss("first_seen", cached, len(prompt.tokens) - 1 - cached, common)
-    if cause is None or (cause == "edit" and difference.goes_on):
+    if cause is None or (cause == "edit" and difference.matches_after):
         cause = difference.kind
     role = None if message is None else prompt.messages[message].role
     found = difference.before, difference.now

@@ -29,14 +29,14 @@ class _Chunk:
 
 
 @dataclass(eq=False)
-class Remembered:
+class EarlierPrompt:
     """An earlier prompt, with its tokens as chunks that it shares with other prompts."""
 
     prompt: Prompt  # without its tokens
     num_tokens: int
     first: _Chunk
     last: _Chunk
-    answered: bool = False  # whether it has its first token, so that its K/V are computed
+    is_computed: bool = False  # whether it has its first token, so that its K/V are computed
 
     def tokens(self, first: int, end: int) -> list[int]:
         """Returns the tokens from index `first` to `end`, or to the last."""
@@ -54,7 +54,7 @@ class Remembered:
 class Closest:
     """The earlier prompt that is most similar to a new one."""
 
-    before: Remembered
+    before: EarlierPrompt
     common: int  # tokens of the common prefix
 
 
@@ -65,7 +65,7 @@ class RecentPrompts:
         """most: number of prompts beyond which the oldest is forgotten."""
         self._most = most
         self._root = _Chunk(b"", None)
-        self._prompts: dict[int, Remembered] = {}
+        self._prompts: dict[int, EarlierPrompt] = {}
         self._number = 0
         self.nbytes = 0  # of the tokens
 
@@ -76,7 +76,7 @@ class RecentPrompts:
         """Returns whether a remembered prompt has the same first chunk."""
         return prompt.tokens[:CHUNK].tobytes() in self._root.following
 
-    def add(self, prompt: Prompt) -> tuple[Remembered, Closest | None]:
+    def add(self, prompt: Prompt) -> tuple[EarlierPrompt, Closest | None]:
         """Remembers a prompt; returns it and the closest earlier one.
 
         The closest is None if no prompt has the same first token or an equal message.
@@ -97,7 +97,7 @@ class RecentPrompts:
         first = last = chunk
         while chunk.parent is not None:
             chunk.newest, first, chunk = self._number, chunk, chunk.parent
-        remembered = Remembered(whole, len(prompt.tokens), first, last)
+        remembered = EarlierPrompt(whole, len(prompt.tokens), first, last)
         self._prompts[self._number] = remembered
         if len(self._prompts) > self._most:
             self.forget()

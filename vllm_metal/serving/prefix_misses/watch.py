@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 
 from vllm_metal.serving.prefix_misses.explain import Miss, explain
 from vllm_metal.serving.prefix_misses.prompt import Prompt
-from vllm_metal.serving.prefix_misses.recent import Closest, RecentPrompts, Remembered
+from vllm_metal.serving.prefix_misses.recent import Closest, EarlierPrompt, RecentPrompts
 
 logger = init_logger(__name__)
 
@@ -35,11 +35,11 @@ EXCHANGE: ContextVar[Exchange | None] = ContextVar("prefix_misses_exchange", def
 
 
 @dataclass(frozen=True)
-class Question:
+class PendingPrompt:
     """A prompt that the engine computes, kept until its first output token."""
 
     prompt: Prompt
-    remembered: Remembered
+    remembered: EarlierPrompt
     closest: Closest | None
     elsewhere: bool  # whether a prompt of another owner has the same first chunk
 
@@ -73,13 +73,13 @@ class Watch:
         """Bytes of all remembered tokens."""
         return sum(recent.nbytes for recent in self._owners.values())
 
-    def asked(
+    def on_prompt(
         self,
         tokens: Sequence[int],
         salt: str | None,
         messages: Sequence[Any] = (),
         tools: Sequence[Any] = (),
-    ) -> Question:
+    ) -> PendingPrompt:
         """Remembers a prompt that goes to the engine.
 
         Args:
@@ -96,25 +96,25 @@ class Watch:
         others = (other for key, other in self._owners.items() if key != salt)
         elsewhere = any(other.has_prefix(prompt) for other in others)
         self._evict()
-        return Question(prompt, remembered, closest, elsewhere)
+        return PendingPrompt(prompt, remembered, closest, elsewhere)
 
-    def answered(self, question: Question, cached: int) -> None:
+    def on_first_token(self, pending: PendingPrompt, cached: int) -> None:
         """Reports a prompt's miss to log, /metrics and client; call it at the first output token.
 
         Args:
-            question: result of `asked`.
+            pending: result of `on_prompt`.
             cached: tokens found in the prefix cache.
         """
-        question.remembered.answered = True
+        pending.remembered.is_computed = True
         # Hits are multiples of the block size, so their common divisor bounds an unknown one.
         self._hit_divisor = gcd(self._hit_divisor, cached)
         size = self._block_size or self._hit_divisor or 1
-        miss = explain(question.prompt, question.closest, cached, size, self._decode)
+        miss = explain(pending.prompt, pending.closest, cached, size, self._decode)
         if miss is None:
             return
         # Only /metrics gets "other_salt": a client must not learn of another owner's prompts.
         counted = miss
-        if miss.cause == "first_seen" and question.elsewhere:
+        if miss.cause == "first_seen" and pending.elsewhere:
             counted = replace(miss, cause="other_salt")
         self._lost.labels(counted.cause).inc(counted.lost)
         if miss.cause != "first_seen":

@@ -20,7 +20,7 @@ _BACKOFF_S = 1.0  # a failed store is not tried for this time, so that requests 
 _T = TypeVar("_T")
 
 
-class NotKept(Exception):
+class NotCacheable(Exception):
     """The response to the first of equal requests cannot be shared: it is an error, or cut off."""
 
 
@@ -38,7 +38,7 @@ class Coalesced:
         self._in_flight: dict[str, asyncio.Future[Entry]] = {}
 
     def join(self, key: str) -> asyncio.Future[Entry] | None:
-        """Returns the future response to an equal request; it may raise NotKept or Abandoned.
+        """Returns the future response to an equal request; it may raise NotCacheable or Abandoned.
 
         Returns None if there is no such request: the caller must then call `lead`.
         """
@@ -100,7 +100,7 @@ class ResponseCache:
 
     async def keep(self, key: str, entry: Entry, owner: str = "") -> None:
         """Stores a complete response; arguments as in `get`."""
-        if self._reading.is_left_alone(self._clock()):
+        if self._reading.is_backing_off(self._clock()):
             return
         sealed = entry.seal(self._secret, key)
         await self._call(self._writing, lambda: self._store.put(key, sealed, owner))
@@ -109,17 +109,17 @@ class ResponseCache:
         """Updates the size metric, because other servers and commands change the store, too."""
         total = await self._call(self._reading, self._store.num_bytes)
         if total is not None:
-            self._metrics.kept_bytes.set(total)
+            self._metrics.cache_bytes.set(total)
 
     def count(self, result: str) -> None:
         """Counts a request: "hit", "miss" or "bypass"."""
-        self._metrics.kept_answers.labels(result).inc()
+        self._metrics.cache_requests.labels(result).inc()
 
     async def close(self) -> None:
         await self._store.close()
 
     async def _call(self, access: _Access, operation: Callable[[], Awaitable[_T]]) -> _T | None:
-        if access.is_left_alone(self._clock()):
+        if access.is_backing_off(self._clock()):
             return None
         try:
             found = await operation()
@@ -137,7 +137,7 @@ class _Access:
         self._complaint = complaint
         self._retry_at: float | None = None  # None: it works
 
-    def is_left_alone(self, now: float) -> bool:
+    def is_backing_off(self, now: float) -> bool:
         return self._retry_at is not None and now < self._retry_at
 
     def failed(self, error: StoreError, now: float) -> None:
