@@ -25,7 +25,7 @@ from vllm_metal.engine.kv_cache.pages import PagePart, finite_rows, page_rows
 from vllm_metal.kv_transfer.batch_writer import ROWS_BYTES
 from vllm_metal.kv_transfer.disk import layout
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.space import WriteResult
 from vllm_metal.kv_transfer.disk.store import DiskStore
 from vllm_metal.kv_transfer.load_jobs import NUM_READERS, PIECE_BYTES
 
@@ -170,7 +170,7 @@ class FileBench:
             batch = self._copies[first // self._per_piece % len(self._copies)]
             for number, row in enumerate(self._made_rows(batch, last - first), first):
                 written = self._blocks.write(self._keys[number], row, 1e9, number)
-                assert written is Written.STORED, written
+                assert written is WriteResult.STORED, written
         return time.perf_counter() - started
 
     def _made_rows(self, batch: Sequence[mx.array], count: int) -> Iterator[memoryview]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
-from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.space import WriteResult
 
 if TYPE_CHECKING:
     from _engine import Engine
@@ -122,9 +122,9 @@ def stuck_disk() -> Iterator[None]:
     free = threading.Event()
     write = BlockFolder.write
 
-    def wait(*_: object) -> Written:
+    def wait(*_: object) -> WriteResult:
         free.wait()
-        return Written.FAILED
+        return WriteResult.FAILED
 
     BlockFolder.write = wait  # type: ignore[method-assign,assignment]
     try:

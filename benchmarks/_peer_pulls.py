@@ -68,7 +68,7 @@ def _of_pages(page_bytes: int, num_pages: int, repeats: int) -> Iterator[PullRat
         own = _peer_source.terms(page_bytes, "puller")
         peer = Peer(Address(LOOPBACK, peer_port), b"", lambda: own, lambda facts: "")
         keys = [_peer_source.key(number) for number in range(num_pages)]
-        assert len(peer.ask(keys)) == num_pages
+        assert len(peer.lookup(keys)) == num_pages
 
         def pull(numbers: range) -> None:
             there = [keys[n] for n in numbers]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from vllm_metal.serving.metrics import Figures
+from vllm_metal.serving.metrics import ServerMetrics
 from vllm_metal.serving.prefix_misses.watch import Watch
 
 _LENGTHS = (1_000, 10_000, 100_000)
@@ -36,13 +36,15 @@ def main() -> None:
 
 def _run(length: int) -> list[float]:
     """Seconds of each column."""
-    watch = Watch(str, Figures(CollectorRegistry()).lost_tokens, 16)
+    watch = Watch(str, ServerMetrics(CollectorRegistry()).lost_tokens, 16)
     tokens = [random.randrange(150_000) for _ in range(length + _TURN)]
     changed = [7, *tokens]
 
     def ask(prompt: list[int], cached: int) -> float:
         messages = _messages(len(prompt))
-        return _seconds(lambda: watch.answered(watch.asked(prompt, None, messages), cached))
+        return _seconds(
+            lambda: watch.on_first_token(watch.on_prompt(prompt, None, messages), cached)
+        )
 
     return [
         ask(tokens[:length], 0),

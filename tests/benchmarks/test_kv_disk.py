@@ -9,7 +9,7 @@ from _kv_files import FileBench, PageShape
 from _kv_streams import Gaps, beside_loads, stuck_disk
 
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.space import WriteResult
 from vllm_metal.kv_transfer.disk.store import DiskStore
 
 
@@ -88,13 +88,13 @@ def test_a_stuck_disk_keeps_its_writers_until_it_is_free(tmp_path: Path) -> None
     cache = DiskStore(tmp_path, Limits(1 << 20, None))
     blocks = cache.blocks("00" * 16, {})
 
-    def write() -> Written:
+    def write() -> WriteResult:
         return blocks.write(b"key", memoryview(b"payload"), 1e9, 0)
 
     with ThreadPoolExecutor(1) as thread:
         with stuck_disk():
             stuck = thread.submit(write)
             assert not stuck.done()
-        assert stuck.result() is Written.FAILED
-    assert write() is Written.STORED
+        assert stuck.result() is WriteResult.FAILED
+    assert write() is WriteResult.STORED
     cache.close()

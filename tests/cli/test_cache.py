@@ -12,9 +12,9 @@ from kv_transfer.disk import naive
 
 from vllm_metal.cli import cache as command
 from vllm_metal.cli.main import main
-from vllm_metal.kv_transfer.disk.ledger import peek
+from vllm_metal.kv_transfer.disk.ledger import read_balance
 from vllm_metal.kv_transfer.disk.limits import Limits
-from vllm_metal.kv_transfer.disk.space import Written
+from vllm_metal.kv_transfer.disk.space import WriteResult
 from vllm_metal.kv_transfer.disk.store import DiskStore
 
 DAY = 86400
@@ -37,7 +37,7 @@ def root(tmp_path):
     ]:
         folder = cache.blocks(fingerprint, facts, namespace)
         block = naive.block(number)
-        assert folder.write(naive.key(number), block, now - age, 0) is Written.STORED
+        assert folder.write(naive.key(number), block, now - age, 0) is WriteResult.STORED
     cache.close()
     return root
 
@@ -151,7 +151,7 @@ def test_rm_leaves_files_of_others(run, root):
 def test_rm_removes_what_every_option_is_for(run, root, options, left):
     assert run("rm", root, "--yes", *options)[0] == 0
     assert numbers(root) == left
-    assert peek(root).bytes == naive.room(root)
+    assert read_balance(root).bytes == naive.room(root)
     assert (root / LLAMA).exists() == any(number < 5 for number in left)
     assert (root / QWEN).exists() == (5 in left)
 
@@ -176,11 +176,11 @@ def test_rm_without_a_terminal_wants_to_be_told(run, root, monkeypatch):
 def test_rm_beside_an_engine(run, root):
     cache = DiskStore(root, Limits(10**8, None))
     folder = cache.blocks(LLAMA, {"model": "llama"})
-    assert folder.write(naive.key(9), naive.block(9), 0.0, 0) is Written.STORED
+    assert folder.write(naive.key(9), naive.block(9), 0.0, 0) is WriteResult.STORED
     assert run("rm", root, "--yes")[0] == 0
     page = naive.blank(naive.block(9))
     assert not folder.read(naive.key(9), page)
-    assert folder.write(naive.key(9), naive.block(9), 0.0, 0) is Written.STORED
+    assert folder.write(naive.key(9), naive.block(9), 0.0, 0) is WriteResult.STORED
     assert folder.read(naive.key(9), page)
     assert cache.manifests().keys() == {LLAMA}
     assert cache.stats().bytes == naive.room(root)
@@ -195,7 +195,7 @@ def test_rm_says_what_it_could_not_remove(run, root, monkeypatch):
     status, _, error = run("rm", root, "--yes")
     assert status == 1
     assert "5 blocks could not be removed" in error
-    assert peek(root).bytes == naive.room(root)
+    assert read_balance(root).bytes == naive.room(root)
 
 
 def damage(path):
@@ -225,7 +225,7 @@ def test_verify_removes_bad_blocks(run, root):
     status, out, _ = run("verify", root, "--remove")
     assert (status, out) == (0, "4 good, 1 bad, 1 of them removed\n")
     assert len(naive.files(root)) == 4
-    assert peek(root).bytes == naive.room(root)
+    assert read_balance(root).bytes == naive.room(root)
     assert run("verify", root)[0] == 0
 
 

@@ -151,7 +151,7 @@ def test_a_page_that_goes_between_the_answer_and_the_fetch_is_computed(tiny, mon
     (expected,) = alone(tiny, [prompt])
     with Replicas(tiny, 2) as pair:
         pair.ask(0, prompt)
-        ask = Peer.ask
+        ask = Peer.lookup
 
         def lose(peer, keys, *args):
             found = ask(peer, keys, *args)
@@ -162,7 +162,7 @@ def test_a_page_that_goes_between_the_answer_and_the_fetch_is_computed(tiny, mon
             return found
 
         gone = []
-        monkeypatch.setattr(Peer, "ask", lose)
+        monkeypatch.setattr(Peer, "lookup", lose)
         found = pair.ask(1, prompt)
         assert found.tokens == expected and gone and found.pulled == 0
 
