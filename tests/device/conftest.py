@@ -16,7 +16,7 @@ def script(tmp_path: Path) -> Script:
 
     def make(text: str) -> tuple[str, ...]:
         path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"
-        path.write_text(f"from vllm_metal.device.child import say\n{text}")
+        path.write_text(f"from vllm_metal.device.child import send_message\n{text}")
         return (sys.executable, str(path))
 
     return make

@@ -17,9 +17,9 @@ def test_what_a_child_says_is_kept_apart_from_what_it_prints(script):
     command = script(
         "import sys\n"
         "print('no end of line', end='')\n"
-        "say(stage='answering', tokens=[1, 2])\n"
+        "send_message(stage='answering', tokens=[1, 2])\n"
         "print('to stderr', file=sys.stderr)\n"
-        "say(tokens=[3])\n"
+        "send_message(tokens=[3])\n"
     )
     found = run(command, stages.append)
     assert found.ok
@@ -31,13 +31,13 @@ def test_what_a_child_says_is_kept_apart_from_what_it_prints(script):
 def test_a_signal_is_named_with_what_was_going_on(script):
     command = script(
         "import os, signal\n"
-        "say(stage='shutting down')\n"
+        "send_message(stage='shutting down')\n"
         "print('last words', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGSEGV)\n"
     )
     found = run(command, print)
     assert not found.ok
-    assert found.how == "ended by signal 11 (SIGSEGV) while shutting down"
+    assert found.exit_reason == "ended by signal 11 (SIGSEGV) while shutting down"
     assert found.lines == ("last words",)
 
 
@@ -47,22 +47,22 @@ def test_an_exit_status_comes_with_the_error_that_caused_it():
         "RuntimeError: Engine core initialization failed. See root cause above.",
     )
     found = ended(1, lines, stage="loading the model")
-    assert found.how == (
+    assert found.exit_reason == (
         "ended with exit status 1 while loading the model: ValueError: too little memory"
     )
-    assert ended(1, ("one line, and no more",)).how.endswith(": one line, and no more")
+    assert ended(1, ("one line, and no more",)).exit_reason.endswith(": one line, and no more")
 
 
 def test_a_hang_is_ended_with_all_that_was_started(script):
     command = script(
         "import subprocess, sys, time\n"
         "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "say(stage='answering', other=other.pid)\n"
+        "send_message(stage='answering', other=other.pid)\n"
         "time.sleep(600)\n"
     )
     found = run(command, print, limits=SHORT)
     assert found.status is None
-    assert found.how.startswith("hung while answering and was ended after")
+    assert found.exit_reason.startswith("hung while answering and was ended after")
     assert is_gone(found.reported["other"])
 
 
@@ -70,7 +70,7 @@ def test_what_outlives_its_parent_is_ended_too(script):
     command = script(
         "import subprocess, sys\n"
         "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "say(other=other.pid)\n"
+        "send_message(other=other.pid)\n"
     )
     found = run(command, print)
     assert found.ok
@@ -78,7 +78,7 @@ def test_what_outlives_its_parent_is_ended_too(script):
 
 
 def test_an_interrupted_doctor_leaves_nothing(script):
-    command = script("import os, time\nsay(me=os.getpid())\ntime.sleep(600)\n")
+    command = script("import os, time\nsend_message(me=os.getpid())\ntime.sleep(600)\n")
     with pytest.raises(KeyboardInterrupt), Child(command) as child:
         assert child.message(LIMITS["starting"]) is not None
         raise KeyboardInterrupt

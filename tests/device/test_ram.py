@@ -75,7 +75,7 @@ def test_a_busy_mac_has_more_to_give_than_psutil_says():
     assert available(IDLE) > 11 * GIB
 
 
-@pytest.mark.parametrize("missing", ram.FIGURES)
+@pytest.mark.parametrize("missing", ram.SYSCTLS)
 def test_where_the_kernel_does_not_tell_psutil_does(missing):
     assert available(BUSY, missing=(missing,)) == BUSY.psutil_available
 

@@ -45,14 +45,14 @@ _OTHERS_FAULT = "Engine core initialization failed"
 Progress = Callable[[str], None]
 
 
-def say(**fields: Any) -> None:
+def send_message(**fields: Any) -> None:
     """Sends the parent a message of JSON fields; `stage` names the activity that starts now."""
     # Starts a new line: earlier output may not end with one.
     print(f"\n{_MARK}{json.dumps(fields)}", flush=True)
 
 
-def heard(line: str) -> dict[str, Any] | None:
-    """Parses a line that `say` printed; None for any other line."""
+def parse_message(line: str) -> dict[str, Any] | None:
+    """Parses a line that `send_message` printed; None for any other line."""
     _, mark, text = line.partition(_MARK)
     if not mark:
         return None
@@ -63,12 +63,12 @@ def heard(line: str) -> dict[str, Any] | None:
     return fields if isinstance(fields, dict) else None
 
 
-class TookTooLong(Exception):
+class StageTimeout(Exception):
     """A process took longer than its stage allows."""
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """How a process ended, and what it printed."""
 
     status: int | None  # exit status; -n: ended by signal n; None: it hung and was killed
@@ -82,7 +82,7 @@ class Ended:
         return self.status == 0
 
     @property
-    def how(self) -> str:
+    def exit_reason(self) -> str:
         """How the process ended, such as ``ended by signal 11 (SIGSEGV) while shutting down``."""
         stage = f" while {self.reported['stage']}" if "stage" in self.reported else ""
         if self.status is None:
@@ -108,7 +108,7 @@ class Child:
         command: Sequence[str],
         environment: Mapping[str, str | None] | None = None,
         request: str | None = None,
-        parse: Callable[[str], dict[str, Any] | None] = heard,
+        parse: Callable[[str], dict[str, Any] | None] = parse_message,
         pass_fds: Sequence[int] = (),
     ) -> None:
         """Starts the process.
@@ -156,7 +156,7 @@ class Child:
     def message(self, limit: float) -> dict[str, Any] | None:
         """Returns the next message, or None once the process has ended.
 
-        Raises TookTooLong if neither happens within `limit` seconds.
+        Raises StageTimeout if neither happens within `limit` seconds.
         """
         deadline = time.monotonic() + limit
         while True:
@@ -170,14 +170,14 @@ class Child:
             if not is_alive:
                 return None
             if time.monotonic() > deadline:
-                raise TookTooLong
+                raise StageTimeout
 
     def interrupt(self) -> None:
         """Sends Ctrl-C like a terminal, to the whole process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGINT)
 
-    def wait(self, limit: float) -> Ended:
+    def wait(self, limit: float) -> ChildResult:
         """Waits for the end; kills the process after `limit` seconds."""
         try:
             status: int | None = self.process.wait(limit)
@@ -185,13 +185,13 @@ class Child:
             status = None
         return self.ended(status)
 
-    def ended(self, status: int | None) -> Ended:
+    def ended(self, status: int | None) -> ChildResult:
         """Describes how the process ended: with `status`, or killed by this call if None."""
         seconds = time.monotonic() - self._started
         self._end()
         while not self._messages.empty():
             self.reported |= self._messages.get()
-        return Ended(status, seconds, tuple(self._lines[-KEPT_LINES:]), self.reported)
+        return ChildResult(status, seconds, tuple(self._lines[-KEPT_LINES:]), self.reported)
 
     def _end(self) -> None:
         # macOS raises PermissionError if only zombies are left in the group.
@@ -215,7 +215,7 @@ def run(
     progress: Progress,
     environment: Mapping[str, str | None] | None = None,
     limits: Mapping[str, float] = LIMITS,
-) -> Ended:
+) -> ChildResult:
     """Runs a process to its end, or until a stage takes too long.
 
     `progress` is called with the name of each stage. `limits` maps stages to seconds; the first
@@ -228,7 +228,7 @@ def run(
                 if (stage := message.get("stage")) is not None:
                     progress(stage)
                     limit = limits.get(stage, limit)
-        except TookTooLong:
+        except StageTimeout:
             return child.ended(None)
         return child.wait(limit)
 

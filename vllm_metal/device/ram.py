@@ -28,7 +28,7 @@ from vllm_metal.device import sysctl
 # algorithm's own figures (WKdm: Wilson, Kaplan and Smaragdakis, "The Case for Compressed Caching in
 # Virtual Memory Systems", USENIX 1999), and only then swaps. So a process can get half of the rest
 # without swapping.
-FIGURES = (
+SYSCTLS = (
     "vm.page_free_count",
     "vm.page_pageable_external_count",
     "vm.page_purgeable_count",
@@ -37,7 +37,7 @@ FIGURES = (
     "hw.memsize",
 )
 #: Share of a page that compression frees.
-COMPRESSED_AWAY = 1 / 2
+COMPRESSION_SAVING = 1 / 2
 
 
 def available(own: int) -> int:
@@ -53,11 +53,11 @@ def available(own: int) -> int:
 
 
 def _available_on_macos(own: int) -> int | None:
-    figures = [number for name in FIGURES if (number := sysctl.read(name)) is not None]
-    if len(figures) < len(FIGURES):  # this kernel does not report all of them
+    figures = [number for name in SYSCTLS if (number := sysctl.read(name)) is not None]
+    if len(figures) < len(SYSCTLS):  # this kernel does not report all of them
         return None
     free, files, purgeable, page, level, ram = figures
     pageable = ram * level // 100
     without_loss = min((free + files + purgeable) * page, pageable)
     in_use = max(pageable - without_loss - own, 0)
-    return without_loss + int(in_use * COMPRESSED_AWAY)
+    return without_loss + int(in_use * COMPRESSION_SAVING)

@@ -12,7 +12,7 @@ from typing import Any
 
 import metal_kernels
 from metal_kernels.selfcheck import Case, Check, Outcome, checks, next_check
-from vllm_metal.device.child import Child, Ended, TookTooLong
+from vllm_metal.device.child import Child, ChildResult, StageTimeout
 from vllm_metal.device.record import Record
 
 COMMAND = (sys.executable, "-m", "metal_kernels.selfcheck")
@@ -103,7 +103,7 @@ def outcomes(
                 if ended.ok:
                     return
                 end = f"ended its process with {_describe_end(ended)}"
-            except TookTooLong:
+            except StageTimeout:
                 ended, end = child.ended(None), f"did not end within {time_limit:g} s"
         (case, check), log = running, "\n".join(ended.lines[-_LOG_LINES:])
         stopped = Outcome(check.kernel, case, False, end, rows=check.rows, wide=check.wide, log=log)
@@ -130,7 +130,7 @@ def _start_child(wanted: Sequence[Case], done: Sequence[Outcome], command: Seque
     return Child(command, {"PYTHONPATH": _python_path()}, json.dumps(request), _parse)
 
 
-def _describe_end(ended: Ended) -> str:
+def _describe_end(ended: ChildResult) -> str:
     assert ended.status is not None
     status = f"signal {-ended.status}" if ended.status < 0 else f"status {ended.status}"
     return f"{status}: {ended.lines[-1].strip() if ended.lines else ''}"

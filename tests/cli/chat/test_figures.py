@@ -4,7 +4,7 @@
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from vllm_metal.cli.chat import figures
-from vllm_metal.cli.chat.figures import Figures
+from vllm_metal.cli.chat.figures import MetricsSnapshot
 
 
 def test_samples_of_several_engines_are_added_up():
@@ -17,8 +17,8 @@ def test_samples_of_several_engines_are_added_up():
     Histogram("vllm:e2e_request_latency_seconds", "", registry=registry).observe(1)
     Counter("vllm:prefix_cache_hits", "", registry=registry).inc(64)
     found = figures.read(generate_latest(registry).decode())
-    assert found == Figures(waiting=5, prefix_hits=64)
+    assert found == MetricsSnapshot(waiting=5, prefix_hits=64)
 
 
 def test_a_server_that_exports_nothing_has_no_figures():
-    assert figures.read("") == Figures()
+    assert figures.read("") == MetricsSnapshot()

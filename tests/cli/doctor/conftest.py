@@ -8,16 +8,16 @@ from collections import ChainMap
 import pytest
 from device.conftest import script  # noqa: F401 (a fixture, which pytest finds here)
 
-from vllm_metal.device.child import Ended, heard
+from vllm_metal.device.child import ChildResult, parse_message
 
 
 def ignore(stage: str) -> None:
     """Progress that nobody reads."""
 
 
-def ended(status: int | None = 0, lines: tuple[str, ...] = (), **reported: object) -> Ended:
+def ended(status: int | None = 0, lines: tuple[str, ...] = (), **reported: object) -> ChildResult:
     """How a process ended that never was."""
-    return Ended(status, seconds=1.0, lines=lines, reported=reported)
+    return ChildResult(status, seconds=1.0, lines=lines, reported=reported)
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def run_here(monkeypatch, capsys):
     It has imported vLLM already, which is most of what such a process takes.
     """
 
-    def run(command, progress, environment=None, limits=None) -> Ended:
+    def run(command, progress, environment=None, limits=None) -> ChildResult:
         program, _, dash_m, module, *arguments = command
         assert (program, dash_m) == (sys.executable, "-m")
         capsys.readouterr()
@@ -35,7 +35,7 @@ def run_here(monkeypatch, capsys):
             patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # children set it themselves
             patch.setattr(sys, "argv", [module, *arguments])
             importlib.import_module(module).main()
-        messages = map(heard, capsys.readouterr().out.splitlines())
+        messages = map(parse_message, capsys.readouterr().out.splitlines())
         return ended(**dict(ChainMap(*reversed([message or {} for message in messages]))))
 
     return run

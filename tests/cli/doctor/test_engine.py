@@ -14,8 +14,8 @@ from vllm_metal.cli.doctor.model import Model
 from vllm_metal.device.child import LIMITS
 
 SOME = Model("some", "/nowhere", local=True)
-ANSWER = "say(prompt=[1], tokens=list(range(10)), text='t', answer_seconds=0.1)\n"
-SHUTTING_DOWN = f"{ANSWER}say(stage='shutting down')\n"
+ANSWER = "send_message(prompt=[1], tokens=list(range(10)), text='t', answer_seconds=0.1)\n"
+SHUTTING_DOWN = f"{ANSWER}send_message(stage='shutting down')\n"
 
 
 @pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -51,7 +51,10 @@ def test_a_model_made_on_the_spot_runs_and_wrong_tokens_are_seen(run_here, monke
             "exit status 1 while shutting down: RuntimeError: no host allocator",
         ),
         (f"{SHUTTING_DOWN}import time\ntime.sleep(600)\n", "hung while shutting down"),
-        ("say(stage='loading the model')\nraise MemoryError('48 GiB')\n", "MemoryError: 48 GiB"),
+        (
+            "send_message(stage='loading the model')\nraise MemoryError('48 GiB')\n",
+            "MemoryError: 48 GiB",
+        ),
         (ANSWER.replace("range(10)", "range(3)"), "gave 3 tokens, not 10"),
     ],
     ids=["crash", "error", "hang", "load", "few"],
@@ -74,7 +77,7 @@ def test_tokens_may_differ_by_rounding_alone():
     assert found.status == "failed" and "token 2 is 6 where mlx-lm chooses 7" in found.seen
 
 
-FORMAT = "say(prompt=[1], tokens={tokens}, text='{text}', answer_seconds=0.25)\n"
+FORMAT = "send_message(prompt=[1], tokens={tokens}, text='{text}', answer_seconds=0.25)\n"
 SETTINGS = {
     "VLLM_METAL_KERNELS=mlx",
     "MLX_DISABLE_COMPILE=1",
@@ -92,7 +95,7 @@ def test_each_runs_with_its_variable_and_the_same_text_is_well(script, monkeypat
     for name in names:
         monkeypatch.delenv(name, raising=False)
     text = "import os\n" + FORMAT.format(tokens="[1]", text="t")
-    text += f"say(has=[n + '=' + os.environ[n] for n in {names} if n in os.environ])\n"
+    text += f"send_message(has=[n + '=' + os.environ[n] for n in {names} if n in os.environ])\n"
     tried = engine.try_variants(SOME, ignore, script(text))
     assert set(tried) == SETTINGS
     assert all(ended.reported["has"] == [setting] for setting, ended in tried.items())

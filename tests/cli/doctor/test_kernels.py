@@ -70,12 +70,12 @@ def test_a_run_goes_on_where_the_budget_ended_the_one_before(tmp_path, script):
 
     first = looked(1.0)  # two ticks after the start
     assert [outcome.case for outcome in first] == wanted[:2]
-    left = kernels.left_over(wanted, first)
+    left = kernels.pending_checks(wanted, first)
     assert left is not None and left.status == "warning"
     assert left.seen.startswith("1 of 3 kinds") and "goes on" in left.advice
     second = looked(0.0)
     assert [outcome.case for outcome in second] == wanted
-    assert kernels.left_over(wanted, second) is None
+    assert kernels.pending_checks(wanted, second) is None
     assert [outcome.case for outcome in looked(0.0)] == wanted  # known already
 
 
@@ -134,12 +134,14 @@ def test_a_kernel_that_ends_its_process_costs_its_own_time_only(script):
     command = script(
         "import os, sys\n"
         "start = int(sys.argv[-1])\n"
-        "if not start: say(bandwidth=1e11)\n"
+        "if not start: send_message(bandwidth=1e11)\n"
         "for index, name in list(enumerate(['write', 'decode', 'gather', 'copy']))[start:]:\n"
-        "    say(index=index, timing=name)\n"
+        "    send_message(index=index, timing=name)\n"
         "    if name == 'decode': os.abort()\n"
-        "    if name == 'gather': say(index=index, name=name, failed='error: planted'); continue\n"
-        "    say(index=index, name=name, seconds=1e-3, moved=10**7)\n"
+        "    if name == 'gather':\n"
+        "        send_message(index=index, name=name, failed='error: planted')\n"
+        "        continue\n"
+        "    send_message(index=index, name=name, seconds=1e-3, moved=10**7)\n"
     )
     found = kernels.time_all(ignore, command)
     assert [reported.get("name") for reported in found] == [
@@ -170,7 +172,9 @@ def test_the_timing_process_times_every_kernel():
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    reported = [found for line in result.stdout.splitlines() if (found := child.heard(line))]
+    reported = [
+        found for line in result.stdout.splitlines() if (found := child.parse_message(line))
+    ]
     timed = [found["name"] for found in reported if "seconds" in found]
     assert len(timed) == 2 and all("uint8 cache" in name for name in timed)
     assert all(found["seconds"] > 0 for found in reported if "seconds" in found)

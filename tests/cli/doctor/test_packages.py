@@ -97,6 +97,6 @@ def test_without_metal_alone_none_is_missed_inside():
 
 
 def test_a_process_that_crashes_is_a_failure(script):
-    text = "import os\nsay(stage='importing what an engine imports')\nos.abort()\n"
+    text = "import os\nsend_message(stage='importing what an engine imports')\nos.abort()\n"
     found = packages.check_in_vllm(packages.try_in_vllm(ignore, script(text)), metal=True)
     assert found.status == "failed" and "SIGABRT" in found.seen

@@ -32,23 +32,25 @@ from vllm_metal.device.tuned import Choices
 
 FACTS = {"copy_bytes_per_second": 4e11, "matmul_flops_per_second": 1.4e13, "dispatch_seconds": 2e-6}
 SEARCH = f"""
-say(stage='what the machine does at most')
-say(facts={FACTS})
-say(shares=[{{'name': '1 x 1 of 32768', 'moved': 10**8, 'ours': 5e-4, 'mlx': 4e-4}},
+send_message(stage='what the machine does at most')
+send_message(facts={FACTS})
+send_message(shares=[{{'name': '1 x 1 of 32768', 'moved': 10**8, 'ours': 5e-4, 'mlx': 4e-4}},
             {{'name': '8 x 1 of 4096', 'moved': 10**8, 'ours': 5e-4, 'mlx': None}}])
-say(chosen='parts of contexts', kind=None, values={{'part_cost': 48, 'slots': 90}}, gain=1.3)
+send_message(chosen='parts of contexts', kind=None, values={{'part_cost': 48, 'slots': 90}},
+    gain=1.3)
 for kind, rows in (('llama', 32), ('gemma', 16)):
-    say(chosen=f'tiles of drafts ({{kind}})', kind=kind, values={{'decode_rows': rows}}, gain=1.1)
-say(chosen='prompts (llama)', kind='llama',
+    send_message(chosen=f'tiles of drafts ({{kind}})', kind=kind, values={{'decode_rows': rows}},
+        gain=1.1)
+send_message(chosen='prompts (llama)', kind='llama',
     values={{'prompt_rows': {{'1024': 64, '8192': None}}}}, gain=1.2)
-say(left=LEFT, timings=[{{'arm': 'a', 'windows': [1.0] * 5}}])
+send_message(left=LEFT, timings=[{{'arm': 'a', 'windows': [1.0] * 5}}])
 """
 #: A step takes so many milliseconds by MLX_MAX_OPS_PER_BUFFER; 200 is quickest.
 PROCESS = """
 import os, sys
 assert sys.argv[1:] == ['dispatches']
 value = int(os.environ['MLX_MAX_OPS_PER_BUFFER'])
-say(windows=[1e-3 * (1.5 if value == 50 else 1.0 if value == 200 else 1.2)] * 5)
+send_message(windows=[1e-3 * (1.5 if value == 50 else 1.0 if value == 200 else 1.2)] * 5)
 """
 
 
@@ -104,17 +106,29 @@ def test_what_was_found_is_kept_for_servers_and_shown(run):
 
 
 def test_dispatches_that_do_not_pay_stay_as_they_are(run):
-    run(process="say(windows=[1e-3] * 5)\n")
+    run(process="send_message(windows=[1e-3] * 5)\n")
     assert tuned.load().choices.dispatches is None
 
 
 @pytest.mark.parametrize(
     ("search", "process", "words"),
     [
-        ("say(unsteady='decode took 28 % longer: hot')\n", PROCESS, "stopped: decode took 28 %"),
-        (SEARCH, "say(unsteady='this machine is on battery')\n", "stopped: this machine is on ba"),
-        (SEARCH, "import time\nsay(windows=[1, 1, 2, 2, 3])\n", "something else is running"),
-        ("say(stage='x')\nimport os\nos.abort()\n", PROCESS, "SIGABRT"),
+        (
+            "send_message(unsteady='decode took 28 % longer: hot')\n",
+            PROCESS,
+            "stopped: decode took 28 %",
+        ),
+        (
+            SEARCH,
+            "send_message(unsteady='this machine is on battery')\n",
+            "stopped: this machine is on ba",
+        ),
+        (
+            SEARCH,
+            "import time\nsend_message(windows=[1, 1, 2, 2, 3])\n",
+            "something else is running",
+        ),
+        ("send_message(stage='x')\nimport os\nos.abort()\n", PROCESS, "SIGABRT"),
         (SEARCH, "raise RuntimeError('planted')\n", "RuntimeError: planted"),
     ],
 )
@@ -153,13 +167,13 @@ def test_the_process_says_what_it_finds(capsys):
         first = [
             reported
             for line in capsys.readouterr().out.splitlines()
-            if (reported := child.heard(line))
+            if (reported := child.parse_message(line))
         ]
         tuning.tune([layer], Once(), -1.0, [decode_rows.CHOICE])
         late = [
             reported
             for line in capsys.readouterr().out.splitlines()
-            if (reported := child.heard(line))
+            if (reported := child.parse_message(line))
         ]
     (chosen,) = (reported for reported in first if "chosen" in reported)
     assert chosen["kind"] is None and set(chosen["values"]) == {"decode_rows"}
@@ -218,5 +232,7 @@ def test_a_process_for_one_value_says_its_windows():
         timeout=300,
     )
     assert result.returncode == 0, result.stderr
-    reported = [reported for line in result.stdout.splitlines() if (reported := child.heard(line))]
+    reported = [
+        reported for line in result.stdout.splitlines() if (reported := child.parse_message(line))
+    ]
     assert len(reported[-1].get("windows", [])) == 5 or "unsteady" in reported[-1]

@@ -56,7 +56,7 @@ def test_weights_and_pool_are_an_engines(folders, bits):
     assert (found.method, found.num_drafts) == ("dflash", 4)
 
     config = settings(target, FLOAT, num_drafts=found.num_drafts)
-    beside = found.beside(read(target, FLOAT))
+    beside = found.add_to(read(target, FLOAT))
     layers = attention_layers(model, "llama")
     of_engine = [*layers, *network.layers]
     assert kv_cache_specs(beside.all_layers, 16, mx.float32) == kv_cache_specs(
@@ -76,7 +76,7 @@ def test_the_peak_of_a_step_that_writes_a_drafters_context(folders):
     network = load_network(options, parts)
     found = Drafter.read(drafter, FLOAT, None, None)
     config = settings(target, FLOAT, num_drafts=found.num_drafts)
-    beside = found.beside(read(target, FLOAT))
+    beside = found.add_to(read(target, FLOAT))
     forward = [*attention_layers(model, "llama"), *network.context_layers]
 
     def run():
@@ -141,7 +141,7 @@ def test_a_models_mtp_layer_is_an_engines(whole, tmp_path, monkeypatch, options)
     (head,) = heads
     found = MTPDrafter.find(str(target))
     assert (found.folder, found.num_drafts) == (layers, 3)
-    beside = found.beside(read(target, FLOAT))
+    beside = found.add_to(read(target, FLOAT))
     assert beside.draft_weights == sum(a.nbytes for a in parameters(head).values())
     of_engine = [*attention_layers(model, "qwen3_next"), *network.layers]
     assert kv_cache_specs(beside.all_layers, 16, mx.float32) == kv_cache_specs(

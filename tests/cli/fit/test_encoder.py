@@ -17,7 +17,7 @@ from vllm_metal.engine.pooling.encoders.served import ARCHITECTURES
 
 
 def ask(folder, **options):
-    return vars(command.question(str(folder), None)) | {"json": True} | options
+    return vars(command.options_for(str(folder), None)) | {"json": True} | options
 
 
 def answer(capsys, folder, **options):

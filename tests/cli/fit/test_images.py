@@ -54,7 +54,7 @@ def test_rows_are_vllms_and_the_sum_covers_what_is_measured(folder):
     budget = room.MultiModalBudget(config, room.MULTIMODAL_REGISTRY)
     assert found.rows == max(budget.mm_max_toks_per_item.values())
     measured = room.image_bytes(encoder, config)
-    estimated = found.beside(config.scheduler_config.max_num_batched_tokens)
+    estimated = found.extra_bytes(config.scheduler_config.max_num_batched_tokens)
     assert measured <= 1.1 * estimated <= 3 * measured
 
 

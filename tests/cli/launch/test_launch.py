@@ -230,7 +230,7 @@ def test_nobody_takes_the_port_while_a_server_is_planned(user, monkeypatch):
         def planned(model, context):
             stranger.bind(("127.0.0.1", int(port)))
             stranger.listen()
-            return planning.Planned("m", 512, [], [])
+            return planning.ServerPlan("m", 512, [], [])
 
         monkeypatch.setattr(planning, "planned", planned)
         port = free_port()
@@ -253,7 +253,7 @@ def test_a_server_that_is_another_is_not_used(user, arguments, key, said):
 
 
 def test_options_of_the_server_stand_between_the_commands_and_the_clients(monkeypatch, capsys):
-    plan = planning.Planned("m", 4096, ["--max-model-len", "4096"], [])
+    plan = planning.ServerPlan("m", 4096, ["--max-model-len", "4096"], [])
     monkeypatch.setattr(planning, "planned", lambda model, context: plan)
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
@@ -410,7 +410,7 @@ def test_a_server_is_started_for_the_client_and_ends_with_it(user, tmp_path, mon
         write_vllm(tmp_path / "packages", VLLM)
         path = os.pathsep.join([str(tmp_path / "packages"), *filter(None, sys.path)])
         monkeypatch.setenv("PYTHONPATH", path)
-        plan = planning.Planned(str(model), 512, ["--max-model-len", "512"], [])
+        plan = planning.ServerPlan(str(model), 512, ["--max-model-len", "512"], [])
         monkeypatch.setattr(planning, "planned", lambda model, context: plan)
         launch = user.launch
     user.install("claude", ASKER, status=3)

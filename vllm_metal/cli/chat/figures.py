@@ -20,7 +20,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Figures:
+class MetricsSnapshot:
     """A server's metrics at one moment; None if not exported."""
 
     kv_cache_usage: float | None = None  # share of the pool, 0 to 1
@@ -33,7 +33,7 @@ class Figures:
     generated_tokens: float | None = None
 
 
-def read(metrics: str) -> Figures:
+def read(metrics: str) -> MetricsSnapshot:
     """Parses the text of /metrics; sums the samples of several engines."""
     # Most lines belong to histograms; parsing all of them would take a hundred times as long.
     wanted = "\n".join(line for line in metrics.splitlines() if line.startswith(tuple(_NAMES)))
@@ -42,4 +42,4 @@ def read(metrics: str) -> Figures:
         for sample in family.samples:
             if (name := _NAMES.get(sample.name)) is not None:
                 sums[name] = sums.get(name, 0.0) + sample.value
-    return Figures(**sums)
+    return MetricsSnapshot(**sums)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_metal.cli.doctor.model import Model
 from vllm_metal.cli.doctor.report import REPORT_BUG, REPORT_IT, Finding
-from vllm_metal.device.child import LIMITS, Ended, Progress, python, run
+from vllm_metal.device.child import LIMITS, ChildResult, Progress, python, run
 
 NUM_TOKENS = 10
 #: Any model can continue it, and the tiny model's vocabulary contains its words.
@@ -48,7 +48,7 @@ def run_child(
     command: Sequence[str] | None = None,
     limits: Mapping[str, float] = LIMITS,
     variables: Mapping[str, str] | None = None,
-) -> Ended:
+) -> ChildResult:
     """Runs a child process that loads a model.
 
     Args:
@@ -63,12 +63,12 @@ def run_child(
     return run(command, progress, environment(model) | dict(variables or {}), limits)
 
 
-def check_in_process(tried: Ended) -> Finding:
+def check_in_process(tried: ChildResult) -> Finding:
     """Checks that the engine generated all tokens and ended without an error."""
     name = "engine, in one process"
     if not tried.ok:
         advice = _ADVICE.get(tried.reported.get("stage", "starting"), REPORT_BUG)
-        return Finding(name, "failed", tried.how, advice, tried.lines)
+        return Finding(name, "failed", tried.exit_reason, advice, tried.lines)
     tokens = tried.reported.get("tokens", [])
     if len(tokens) != NUM_TOKENS:
         seen = f"gave {len(tokens)} tokens, not {NUM_TOKENS}"
@@ -80,18 +80,18 @@ def check_in_process(tried: Ended) -> Finding:
     return Finding(name, "ok", seen, log=tried.lines)
 
 
-def compare(model: Model, tried: Ended, progress: Progress) -> Finding:
+def compare(model: Model, tried: ChildResult, progress: Progress) -> Finding:
     """Runs mlx-lm alone, and checks that it would choose the same tokens, up to rounding."""
     name = "engine's tokens"
     prompt, tokens = (json.dumps(tried.reported[key]) for key in ("prompt", "tokens"))
     judged = run_child(model, progress, "mlx_lm_alone", "judge", prompt, tokens)
     if not judged.ok:
-        seen = f"not compared: the process that runs mlx-lm alone {judged.how}"
+        seen = f"not compared: the process that runs mlx-lm alone {judged.exit_reason}"
         return Finding(name, "warning", seen, REPORT_IT, judged.lines)
     return judge(tried, judged)
 
 
-def judge(tried: Ended, judged: Ended) -> Finding:
+def judge(tried: ChildResult, judged: ChildResult) -> Finding:
     """Compares the chosen tokens with mlx-lm's logits; see children.mlx_lm_alone."""
     name, result = "engine's tokens", judged.reported
     shares = [
@@ -115,7 +115,7 @@ def judge(tried: Ended, judged: Ended) -> Finding:
 
 def try_variants(
     model: Model, progress: Progress, command: Sequence[str] | None = None
-) -> dict[str, Ended]:
+) -> dict[str, ChildResult]:
     """Runs an engine with each of VARIANTS, settings such as ``VLLM_METAL_KERNELS=mlx``."""
     return {
         f"{name}={value}": run_child(
@@ -125,13 +125,13 @@ def try_variants(
     }
 
 
-def check_variants(usual: Ended, tried: Mapping[str, Ended]) -> Finding:
+def check_variants(usual: ChildResult, tried: Mapping[str, ChildResult]) -> Finding:
     """Compares the variants' texts with the usual engine's, and reports their times."""
     name = "engine, with parts turned off"
     parts, log, differ = [_answer("as usual", usual)], [], False
     for setting, ended in tried.items():
         if not ended.ok:
-            parts.append(f"{setting}: {ended.how}")
+            parts.append(f"{setting}: {ended.exit_reason}")
             log += [f"{setting}: {line}" for line in ended.lines]
             differ = True
             continue
@@ -150,5 +150,5 @@ def check_variants(usual: Ended, tried: Mapping[str, Ended]) -> Finding:
     return Finding(name, "ok", f"{seen}; the same text each time")
 
 
-def _answer(setting: str, ended: Ended) -> str:
+def _answer(setting: str, ended: ChildResult) -> str:
     return f"{setting}: {ended.reported['answer_seconds']:.2f} s"

@@ -29,7 +29,7 @@ from metal_kernels.selfcheck import (
 from vllm_metal.cli.doctor.report import REPORT_BUG, REPORT_IT, Finding
 from vllm_metal.cli.doctor.speed import LEAST_RATIO_LARGE
 from vllm_metal.device import mlx_device, record, selfcheck
-from vllm_metal.device.child import Child, Progress, TookTooLong, python
+from vllm_metal.device.child import Child, Progress, StageTimeout, python
 from vllm_metal.device.record import Record
 from vllm_metal.settings.extras import INTERPRETER
 
@@ -60,7 +60,7 @@ _LARGE = _TIMED.shape.num_heads * _TIMED.shape.head_size
 class Runner:
     """A command that checks kernels, on the GPU or by interpreting them."""
 
-    how: str  # for people
+    description: str
     command: tuple[str, ...]
     time_limit: float  # seconds for each kernel
 
@@ -148,8 +148,8 @@ def find_runner() -> Runner | None:
     if not (clang and importlib.util.find_spec("metal_interpreter")):
         return None
     steps = ("--compiler", INTERPRETER, "--steps", str(_INTERPRETED_STEPS))
-    how = "interpreted on the CPU, as this machine has no Metal device"
-    return Runner(how, (*selfcheck.COMMAND, *steps), time_limit=300.0)
+    description = "interpreted on the CPU, as this machine has no Metal device"
+    return Runner(description, (*selfcheck.COMMAND, *steps), time_limit=300.0)
 
 
 def check(
@@ -183,7 +183,7 @@ def check(
         remaining = remaining[remaining.index(last.case) + 1 :] if last is not None else []
 
 
-def left_over(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> Finding | None:
+def pending_checks(wanted: Sequence[Case], outcomes: Sequence[Outcome]) -> Finding | None:
     """Reports the checks that the time limit left for the next run; None if there are none."""
     if not (left := sum(next_check(case, outcomes) is not None for case in wanted)):
         return None
@@ -253,12 +253,12 @@ def time_all(progress: Progress, command: Sequence[str] | None = None) -> list[d
                         found.append(message)
                         running = None
                 ended = child.wait(_TIMING_LIMIT)
-            except TookTooLong:
+            except StageTimeout:
                 ended = child.ended(None)
         if ended.ok:
             break
         name = running["timing"] if running else "times"
-        found.append({"name": name, "failed": ended.how, "log": "\n".join(ended.lines)})
+        found.append({"name": name, "failed": ended.exit_reason, "log": "\n".join(ended.lines)})
         if running is None:
             break
         start = running["index"] + 1

@@ -23,7 +23,7 @@ import psutil
 from vllm_metal.cli.doctor import packages
 from vllm_metal.cli.doctor.report import Finding
 from vllm_metal.device import identity, macos, openmp, sysctl
-from vllm_metal.device.child import Ended, Progress, python, run
+from vllm_metal.device.child import ChildResult, Progress, python, run
 from vllm_metal.settings import envs
 
 GIB = 2**30
@@ -204,12 +204,12 @@ def _pip_install(*options: str) -> str:
     return shlex.join([sys.executable, "-m", "pip", "install", "--no-deps", *options, *pins])
 
 
-def look_at_device(progress: Progress) -> Ended:
+def probe_device(progress: Progress) -> ChildResult:
     """Queries MLX for its device in a child process, because the import may crash."""
     return run(python("vllm_metal.cli.doctor.children.facts", "device"), progress)
 
 
-def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
+def check_device(looked: ChildResult, requested: envs.Device | None) -> Finding:
     """Checks that MLX runs on the requested device."""
     reported = looked.reported
     if not looked.ok:
@@ -218,7 +218,11 @@ def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
             "it again in an environment made on this machine."
         )
         return Finding(
-            "MLX", "failed", f"a process that imports MLX {looked.how}", advice, looked.lines
+            "MLX",
+            "failed",
+            f"a process that imports MLX {looked.exit_reason}",
+            advice,
+            looked.lines,
         )
     seen = f"runs on {reported['device']}: {reported['chip']} ({reported['architecture']})"
     if requested == "metal" and not reported["metal"]:
@@ -233,7 +237,7 @@ def check_device(looked: Ended, requested: envs.Device | None) -> Finding:
 def check_memory(reported: dict[str, Any], weights: int) -> Finding:
     """Checks that the model to try fits into the free memory.
 
-    `reported`: message of the process of `look_at_device`; `weights`: bytes.
+    `reported`: message of the process of `probe_device`; `weights`: bytes.
     """
     memory, needed = reported["memory_bytes"], weights + PROCESSES_BYTES
     seen = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from vllm_metal.device.child import Ended, Progress, python, run
+from vllm_metal.device.child import ChildResult, Progress, python, run
 from vllm_metal.settings.extras import install_advice, pip_install
 
 EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of that on the GPU
@@ -46,7 +46,7 @@ def missing() -> list[str]:
     return commands
 
 
-def embedded(progress: Progress) -> Ended:
+def embedded(progress: Progress) -> ChildResult:
     """Converts the embedded model in a child process, whose last line is the model's folder."""
     progress("converting the embedded model")
     return run(python("vllm_metal.cli.main", "model"), progress)
@@ -61,5 +61,5 @@ def made_on_the_spot(progress: Progress) -> Iterator[Model]:
     with TemporaryDirectory(prefix="vllm-metal-doctor-") as folder:
         ended = run(python("vllm_metal.cli.doctor.children.tiny_model", folder), progress)
         if not ended.ok:
-            raise RuntimeError(f"the process that makes a tiny model {ended.how}")
+            raise RuntimeError(f"the process that makes a tiny model {ended.exit_reason}")
         yield Model("a tiny llama with random weights", folder, local=True)

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import vllm_metal
 from vllm_metal.cli.doctor.report import Finding
-from vllm_metal.device.child import Ended, Progress, python, run
+from vllm_metal.device.child import ChildResult, Progress, python, run
 from vllm_metal.patches.vllm_patches import releases
 
 _PACKAGES = ("vllm-metal", "mlx", "mlx-metal", "mlx-lm", "transformers", "torch", "numpy")
@@ -48,12 +48,12 @@ def check_versions() -> Finding:
     return Finding("versions", "ok", seen)
 
 
-def ask_vllm(progress: Progress) -> Ended:
+def probe_vllm(progress: Progress) -> ChildResult:
     """Asks vLLM for its platform in a child process, because the import may fail."""
     return run(python("vllm_metal.cli.doctor.children.facts", "platform"), progress)
 
 
-def check_platform(asked: Ended) -> Finding:
+def check_platform(asked: ChildResult) -> Finding:
     """Checks that vLLM chooses this plugin."""
     chosen = asked.reported.get("platform")
     if chosen is None:
@@ -62,7 +62,11 @@ def check_platform(asked: Ended) -> Finding:
             "VLLM_PLUGINS=metal."
         )
         return Finding(
-            "platform", "failed", f"the process that asks vLLM {asked.how}", advice, asked.lines
+            "platform",
+            "failed",
+            f"the process that asks vLLM {asked.exit_reason}",
+            advice,
+            asked.lines,
         )
     if chosen == vllm_metal.PLATFORM:
         return Finding("platform", "ok", f"vLLM chooses {chosen}")
@@ -94,12 +98,12 @@ def advice_to_try() -> str:
     )
 
 
-def try_in_vllm(progress: Progress, command: Sequence[str] | None = None) -> Ended:
+def try_in_vllm(progress: Progress, command: Sequence[str] | None = None) -> ChildResult:
     """Uses MLX in a child process that imports what an engine imports."""
     return run(command or python("vllm_metal.cli.doctor.children.facts", "engine"), progress)
 
 
-def check_in_vllm(tried: Ended, metal: bool) -> Finding:
+def check_in_vllm(tried: ChildResult, metal: bool) -> Finding:
     """Checks that MLX sees its device in a process with all of vLLM's imports.
 
     `metal`: whether a process that imports only MLX sees a Metal device.
@@ -118,7 +122,7 @@ def check_in_vllm(tried: Ended, metal: bool) -> Finding:
         seen = f"MLX alone finds Metal, but not beside vLLM's imports (transformers {version})"
         return Finding(name, "failed", seen, advice, tried.lines)
     if not tried.ok:
-        return Finding(name, "failed", f"the process {tried.how}", advice, tried.lines)
+        return Finding(name, "failed", f"the process {tried.exit_reason}", advice, tried.lines)
     if reported["platform"] != vllm_metal.PLATFORM:
         seen = f"vLLM takes {reported['platform']} once all is imported (transformers {version})"
         return Finding(name, "failed", seen, advice, tried.lines)

@@ -23,7 +23,7 @@ from vllm_metal.cli.doctor import (
 )
 from vllm_metal.cli.doctor.model import Model
 from vllm_metal.cli.doctor.report import REPORT_BUG, Finding, Report
-from vllm_metal.device.child import Ended
+from vllm_metal.device.child import ChildResult
 from vllm_metal.settings import envs
 from vllm_metal.settings.extras import install_advice
 
@@ -61,7 +61,7 @@ def _guarded(report: Report, name: str) -> Iterator[None]:
         report.add(Finding(name, "failed", seen, REPORT_BUG, lines))
 
 
-def _look_at_machine(report: Report, model_name: str | None) -> Ended:
+def _look_at_machine(report: Report, model_name: str | None) -> ChildResult:
     report.add_facts(versions=packages.versions(), environment=dict(machine.settings()))
     with _guarded(report, "facts"):
         report.add_facts(machine=machine.facts(), crash_reports=machine.crash_reports())
@@ -78,7 +78,7 @@ def _look_at_machine(report: Report, model_name: str | None) -> Ended:
             report.add(check())
     if (driver := machine.check_driver(system)) is not None:
         report.add(driver)
-    probe = machine.look_at_device(report.progress)
+    probe = machine.probe_device(report.progress)
     report.add(machine.check_device(probe, _requested()))
     if probe.ok:
         report.add_facts(
@@ -95,7 +95,7 @@ def _requested() -> envs.Device | None:
         return None
 
 
-def _try_engine(report: Report, probe: Ended, args: Namespace) -> None:
+def _try_engine(report: Report, probe: ChildResult, args: Namespace) -> None:
     if "settings" in report.failed or not probe.ok:
         report.add(Finding("engine", "warning", "not tried: correct what failed above first"))
         return
@@ -104,7 +104,7 @@ def _try_engine(report: Report, probe: Ended, args: Namespace) -> None:
         report.add(Finding("engine", "warning", seen, packages.advice_to_try()))
         return
     report.announce("asking vLLM which platform it chooses (some seconds)")
-    asked = packages.ask_vllm(report.progress)
+    asked = packages.probe_vllm(report.progress)
     report.add(packages.check_platform(asked))
     if asked.reported.get("platform") != vllm_metal.PLATFORM:
         report.add(Finding("engine", "warning", "not tried: vLLM does not choose this plugin"))
@@ -159,7 +159,7 @@ def _model(report: Report, name: str | None) -> Iterator[Model]:
         advice = (
             "If the disk was full, free some space. Otherwise attach the report to a bug report."
         )
-        seen = f"the process that converts the embedded model {converted.how}"
+        seen = f"the process that converts the embedded model {converted.exit_reason}"
         report.add(Finding("model", "failed", seen, advice, converted.lines))
     else:
         advice = "\n".join(
@@ -174,7 +174,7 @@ def _model(report: Report, name: str | None) -> Iterator[Model]:
         yield tiny
 
 
-def _try_kernels(report: Report, probe: Ended, args: Namespace) -> None:
+def _try_kernels(report: Report, probe: ChildResult, args: Namespace) -> None:
     if not probe.ok:
         report.add_facts(kernels="not run: MLX does not run")
         report.add(Finding("kernels", "warning", "not run: correct what failed above first"))
@@ -196,18 +196,20 @@ def _try_kernels(report: Report, probe: Ended, args: Namespace) -> None:
     if args.again and record is not None:
         record.forget()
     report.announce(f"kernels, for {len(wanted)} kinds of layer")
-    report.show([f"{runner.how}:", kernels.header()])
+    report.show([f"{runner.description}:", kernels.header()])
     outcomes = []
     budget = kernels.BUDGET if on_metal and not args.all else None
     checked = kernels.check(wanted, runner, report.progress, record, budget)
     for case, group in itertools.groupby(checked, key=lambda outcome: outcome.case):
         outcomes += (of_case := list(group))
         report.show([kernels.row(case, of_case)])
-        report.add_facts(how=runner.how, kernels=[outcome.to_json() for outcome in outcomes])
+        report.add_facts(
+            how=runner.description, kernels=[outcome.to_json() for outcome in outcomes]
+        )
     report.show(kernels.legend(outcomes))
     report.add(kernels.finding(outcomes, on_metal))
     if on_metal:
-        if (left := kernels.left_over(wanted, outcomes)) is not None:
+        if (left := kernels.pending_checks(wanted, outcomes)) is not None:
             report.add(left)
         if (decode := kernels.decode_speed(outcomes)) is not None:
             report.add(decode)

@@ -15,7 +15,7 @@ from vllm_metal.cli.doctor.model import Model
 from vllm_metal.cli.doctor.report import REPORT_BUG, Finding
 from vllm_metal.cli.local_server import HOST, OWN_SERVER, free_port
 from vllm_metal.cli.own_server import lifeline
-from vllm_metal.device.child import LIMITS, Child, Ended, Progress, TookTooLong, python
+from vllm_metal.device.child import LIMITS, Child, ChildResult, Progress, StageTimeout, python
 
 _NAME = "engine, as a server"
 _SERVED = "doctor"  # the model's name in requests
@@ -72,7 +72,7 @@ def try_server(
             for stage in stages:
                 child.reported["stage"] = stage
                 progress(stage)
-        except TookTooLong:
+        except StageTimeout:
             return _failed(child.ended(None))
         except (httpx.HTTPError, ValueError, WrongAnswer) as error:
             seen = f"{type(error).__name__} while {child.reported['stage']}: {error}"
@@ -117,7 +117,7 @@ def _is_up(child: Child, client: httpx.Client, limit: float) -> bool:
             if client.get("/health").status_code == 200:
                 return True
         if time.monotonic() > deadline:
-            raise TookTooLong
+            raise StageTimeout
         time.sleep(_POLL)
     return False
 
@@ -170,12 +170,12 @@ def _metric(client: httpx.Client) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def _failed(ended: Ended) -> Finding:
+def _failed(ended: ChildResult) -> Finding:
     advice = _ADVICE.get(ended.reported["stage"], REPORT_BUG)
-    return Finding(_NAME, "failed", ended.how, advice, ended.lines)
+    return Finding(_NAME, "failed", ended.exit_reason, advice, ended.lines)
 
 
-def _passed(ended: Ended) -> Finding:
+def _passed(ended: ChildResult) -> Finding:
     if ended.reported["stage"] != "shutting down":
         seen = f"ended by itself with exit status 0 while {ended.reported['stage']}"
         return Finding(_NAME, "failed", seen, REPORT_BUG, ended.lines)

@@ -7,7 +7,7 @@ Speed never fails a check, because it depends on the machine's load; it only cau
 from __future__ import annotations
 
 from vllm_metal.cli.doctor.report import REPORT_IT, Finding
-from vllm_metal.device.child import Ended
+from vllm_metal.device.child import ChildResult
 from vllm_metal.settings.envs import Device
 
 GIB = 2**30
@@ -26,7 +26,7 @@ _SMALLER = (
 )
 
 
-def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Finding:
+def check_speed(timed: ChildResult, alone: ChildResult, device: Device | None = None) -> Finding:
     """Compares tokens/s with mlx-lm's; see LEAST_RATIO and LEAST_RATIO_LARGE.
 
     `timed` and `alone`: the ended processes of the engine and of mlx-lm. On a CPU, which other
@@ -35,7 +35,7 @@ def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Fin
     name = "speed beside mlx-lm"
     for tried, owner in ((timed, "the engine's"), (alone, "mlx-lm's")):
         if not tried.ok:
-            seen = f"not compared: {owner} process {tried.how}"
+            seen = f"not compared: {owner} process {tried.exit_reason}"
             return Finding(name, "warning", seen, REPORT_IT, tried.lines)
     ratios = {
         phase: timed.reported[phase] / alone.reported[phase] for phase in ("prefill", "decode")
@@ -62,15 +62,15 @@ def check_speed(timed: Ended, alone: Ended, device: Device | None = None) -> Fin
     return Finding(name, "ok", seen, log=timed.lines)
 
 
-def _least(alone: Ended) -> float:
+def _least(alone: ChildResult) -> float:
     return LEAST_RATIO_LARGE if alone.reported.get("parameters", 0) >= LARGE else LEAST_RATIO
 
 
-def check_idle(timed: Ended) -> Finding:
+def check_idle(timed: ChildResult) -> Finding:
     """Compares a decode step after a pause with a usual one; see MOST_IDLE_RATIO."""
     name = "a step after the device was idle"
     if not timed.ok:
-        seen = f"not timed: the engine's process {timed.how}"
+        seen = f"not timed: the engine's process {timed.exit_reason}"
         return Finding(name, "warning", seen, REPORT_IT, timed.lines)
     reported = timed.reported
     usual, after = reported["step_seconds"], reported["step_after_idle_seconds"]

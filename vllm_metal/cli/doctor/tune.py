@@ -12,7 +12,7 @@ from typing import Any
 from vllm_metal.cli.doctor import machine, packages
 from vllm_metal.cli.doctor.report import REPORT_BUG, Finding, Report
 from vllm_metal.device import identity, steadiness, tuned
-from vllm_metal.device.child import Child, Ended, Progress, TookTooLong, python
+from vllm_metal.device.child import Child, ChildResult, Progress, StageTimeout, python
 from vllm_metal.device.tuned import Choices
 from vllm_metal.settings import envs
 
@@ -57,11 +57,11 @@ class Tuning:
         return {name: value for name, value in vars(self).items() if name != "choices"}
 
 
-class Died(Exception):
+class TuningFailed(Exception):
     """A tuning process failed, or took too long."""
 
-    def __init__(self, ended: Ended) -> None:
-        super().__init__(ended.how)
+    def __init__(self, ended: ChildResult) -> None:
+        super().__init__(ended.exit_reason)
         self.ended = ended
 
 
@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
         raise ValueError(
             "doctor --tune times a Mac's GPU: run it on one, with VLLM_METAL_DEVICE unset"
         )
-    probe = machine.look_at_device(lambda stage: None)
+    probe = machine.probe_device(lambda stage: None)
     if probe.reported.get("device") != "metal":
         raise ValueError("doctor --tune times a Mac's GPU, and MLX finds none here")
     report = Report(args.report)
@@ -112,7 +112,7 @@ def tune(found: Report, commands: Commands, kernels_work: Callable[[], bool]) ->
         )
         found.add(Finding(_NAME, "failed", f"stopped: {error}", advice))
         return
-    except Died as error:
+    except TuningFailed as error:
         seen = f"the process that times kernels {error}"
         found.add(Finding(_NAME, "failed", seen, REPORT_BUG, error.ended.lines))
         return
@@ -230,7 +230,7 @@ def _messages(
 ) -> Iterator[dict[str, Any]]:
     """Yields the messages of a process.
 
-    Raises Unsteady if the process reports an unsteady machine, Died if it fails.
+    Raises Unsteady if the process reports an unsteady machine, TuningFailed if it fails.
     """
     from metal_kernels.tuner.stopwatch import Unsteady
 
@@ -243,7 +243,7 @@ def _messages(
                     progress(message["stage"])
                 yield message
             ended = child.wait(_LIMIT)
-        except TookTooLong:
+        except StageTimeout:
             ended = child.ended(None)
     if not ended.ok:
-        raise Died(ended)
+        raise TuningFailed(ended)

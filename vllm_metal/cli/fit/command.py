@@ -12,11 +12,11 @@ from vllm_metal.platform import metal_platform  # noqa: F401  # first: it loads 
 
 # isort: split
 from vllm_metal.cli.fit import encoder, report
-from vllm_metal.cli.fit.judge import Question, judge
+from vllm_metal.cli.fit.judge import FitRequest, judge
 from vllm_metal.cli.fit.known import KNOWN, KnownModel
 from vllm_metal.cli.fit.layout import Layout
 from vllm_metal.cli.fit.machine import Machine
-from vllm_metal.cli.fit.report import Answer
+from vllm_metal.cli.fit.report import FitResult
 from vllm_metal.cli.fit.source import folder
 from vllm_metal.engine.pooling.encoders.served import of_content
 from vllm_metal.identity.model_files import ModelLoadError
@@ -34,7 +34,7 @@ def run(args: Namespace) -> int:
     or the options.
     """
     answer = _answer(args)
-    if isinstance(answer, encoder.Answer):
+    if isinstance(answer, encoder.EncoderFitResult):
         content, text = answer.content(), answer.text()
     else:
         content, text = report.as_json(answer), report.as_text(answer)
@@ -42,17 +42,17 @@ def run(args: Namespace) -> int:
     return 0 if answer.fits else 1
 
 
-def find(args: Namespace) -> Answer:
+def find(args: Namespace) -> FitResult:
     """Returns what `run` prints for a model that generates; raises ValueError for an encoder."""
     answer = _answer(args)
-    if isinstance(answer, encoder.Answer):
+    if isinstance(answer, encoder.EncoderFitResult):
         raise ValueError(
             f"{answer.model} is an encoder ({answer.architecture}), which generates no text"
         )
     return answer
 
 
-def question(model: str | None, context: int | None) -> Namespace:
+def options_for(model: str | None, context: int | None) -> Namespace:
     """Returns arguments of `run` for one request on this machine, with a server's defaults.
 
     Args:
@@ -84,7 +84,7 @@ def question(model: str | None, context: int | None) -> Namespace:
     return Namespace(**dict.fromkeys(unset), **asked)
 
 
-def _answer(args: Namespace) -> Answer | encoder.Answer:
+def _answer(args: Namespace) -> FitResult | encoder.EncoderFitResult:
     layout = Layout.of(args)
     machine = Machine.this() if args.memory is None else Machine.mac(args.memory)
     machine = layout.part(machine.part(args.data_parallel_size_local or 1))
@@ -95,7 +95,7 @@ def _answer(args: Namespace) -> Answer | encoder.Answer:
             content = model_folders.check(path)
             served = of_content(content)
             if served is None:
-                return judge(Question(args, path, content, machine, layout))
+                return judge(FitRequest(args, path, content, machine, layout))
             if layout.num_ranks > 1:
                 raise ValueError(
                     f"{args.model} is an encoder, which cannot be split across ranks: leave the "
@@ -112,7 +112,7 @@ def _answer(args: Namespace) -> Answer | encoder.Answer:
         ) from error
 
 
-def _largest_known(args: Namespace, machine: Machine, layout: Layout) -> Answer:
+def _largest_known(args: Namespace, machine: Machine, layout: Layout) -> FitResult:
     """Returns the answer for the largest known model that fits, or for the smallest of all."""
     # --context, or else the longest of `_CONTEXTS` that fits.
     least, *longer = (args.context,) if args.context else _CONTEXTS
@@ -124,9 +124,9 @@ def _largest_known(args: Namespace, machine: Machine, layout: Layout) -> Answer:
                 continue  # saves the estimate of a step, which takes seconds
             print(f"vllm-metal: tries {known.name}", file=sys.stderr, flush=True)
 
-            def answer(context: int, known: KnownModel = known, path: Path = path) -> Answer:
+            def answer(context: int, known: KnownModel = known, path: Path = path) -> FitResult:
                 asked = Namespace(**(vars(args) | {"model": known.name, "context": context}))
-                return judge(Question(asked, path, known.config, machine, layout))
+                return judge(FitRequest(asked, path, known.config, machine, layout))
 
             found = answer(least)
             if found.fits:

@@ -92,7 +92,7 @@ class Drafter:
         drafts = count or min(block_config.DEFAULT_DRAFTS, most)
         return Drafter(method, weights, drafts, network)
 
-    def beside(self, model: Model) -> Model:
+    def add_to(self, model: Model) -> Model:
         """Adds the drafter to a model, whose forwards then write the drafter's K/V, too.
 
         Raises:
@@ -124,7 +124,7 @@ class MTPDrafter:
         found = None if folder is None else mtp_folders.layers_of(folder)
         return None if found is None else MTPDrafter(found, default_mtp_drafts(published(found)))
 
-    def beside(self, model: Model) -> Model:
+    def add_to(self, model: Model) -> Model:
         """Adds the layer to a model.
 
         Raises:

@@ -34,7 +34,7 @@ _LENGTH_FILE, _LENGTH = "sentence_bert_config.json", "max_seq_length"
 
 
 @dataclass(frozen=True)
-class Answer:
+class EncoderFitResult:
     """The estimate for an encoder, and whether it fits."""
 
     model: str
@@ -84,7 +84,7 @@ class Answer:
         }
 
 
-def find(args: Namespace, path: Path, served: Architecture, machine: Machine) -> Answer:
+def find(args: Namespace, path: Path, served: Architecture, machine: Machine) -> EncoderFitResult:
     """Returns the answer for an encoder, built from the folder `path`.
 
     Raises ModelLoadError if it cannot be built, ValueError if the context exceeds the longest text.
@@ -116,7 +116,7 @@ def find(args: Namespace, path: Path, served: Architecture, machine: Machine) ->
     )
     settings = Settings(_utilization(args), rows, texts, longest)
     found = replace(budget.budget_of(measured, settings), result="left: there is no KV pool")
-    return Answer(
+    return EncoderFitResult(
         model=args.model,
         architecture=str(content["architectures"][0]),
         dtype=str(dtype).removeprefix("torch."),

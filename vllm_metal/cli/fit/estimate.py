@@ -19,7 +19,7 @@ import torch
 
 from vllm_metal.cli.fit.images import Images
 from vllm_metal.cli.fit.machine import Machine
-from vllm_metal.cli.fit.ranks import OneOf
+from vllm_metal.cli.fit.ranks import SimulatedGroup
 from vllm_metal.cli.fit.step import step_peak
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.distributed.sharding import shard
@@ -57,7 +57,7 @@ class Model:
     weights: int  # bytes as the engine will hold them, including the vision tower's
     parts: ModelParts
     layers: Sequence[StatefulLayer]  # of this rank
-    elsewhere: Sequence[StatefulLayer] = ()  # of other ranks
+    other_ranks_layers: Sequence[StatefulLayer] = ()  # of other ranks
     stage: Stage | None = None  # None: the rank has all layers
     images: Images | None = None
     draft_weights: int = 0  # of a drafter, beside those
@@ -71,7 +71,7 @@ class Model:
         dtype: torch.dtype,
         pools: bool = False,
         text_only: bool = False,
-        ring: OneOf | None = None,
+        ring: SimulatedGroup | None = None,
         stage_of: Callable[[int], Stage] | None = None,
     ) -> Model:
         """Builds a model, or a rank's part of it.
@@ -118,7 +118,7 @@ class Model:
     @property
     def layers_of_all_ranks(self) -> list[StatefulLayer]:
         """Layers of all ranks, which together determine blocks and their groups."""
-        return [*self.layers, *self.guests, *self.elsewhere]
+        return [*self.layers, *self.guests, *self.other_ranks_layers]
 
     @property
     def forward_layers(self) -> list[StatefulLayer]:
@@ -196,7 +196,7 @@ def estimate(
     choose_block_size(config.cache_config, model.layers_of_all_ranks, pool_dtype)
     block_size = config.cache_config.block_size
     specs = kv_cache_specs(model.layers_of_all_ranks, block_size, pool_dtype)
-    needs = Needs.of(config, specs, [layer.name for layer in model.elsewhere])
+    needs = Needs.of(config, specs, [layer.name for layer in model.other_ranks_layers])
     settings = settings_of(config, machine.kind, needs, machine.total)
     quantized = quantized_share(model.all_layers, pool_dtype)
     backend = _backend(model, machine, block_size)
@@ -211,7 +211,7 @@ def estimate(
         draft_weights=model.draft_weights,
         adapters=_adapter_bytes(model, config),
         cache=machine.cache,
-        images=0 if model.images is None else model.images.beside(rows_of_a_step),
+        images=0 if model.images is None else model.images.extra_bytes(rows_of_a_step),
     )
     measured = at_work(
         at_rest,

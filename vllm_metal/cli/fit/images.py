@@ -59,7 +59,7 @@ class Images:
             patches=patches,
         )
 
-    def beside(self, max_num_batched_tokens: int) -> int:
+    def extra_bytes(self, max_num_batched_tokens: int) -> int:
         """Returns the bytes needed in addition to weights and pool."""
         # vLLM's scheduler keeps the embeddings of a step, or of one image if that is larger.
         kept = max(self.rows, max_num_batched_tokens) * self.row_bytes

@@ -21,7 +21,7 @@ from vllm_metal.cli.fit.drafter import Drafter, MTPDrafter
 from vllm_metal.cli.fit.estimate import Estimate, Model, estimate
 from vllm_metal.cli.fit.layout import Layout
 from vllm_metal.cli.fit.machine import Machine
-from vllm_metal.cli.fit.report import Answer, Part
+from vllm_metal.cli.fit.report import FitResult, Part
 from vllm_metal.cli.fit.source import folder
 from vllm_metal.engine.kv_cache import formats
 from vllm_metal.engine.memory import advice, budget
@@ -36,7 +36,7 @@ _NAMED_CHANGES = 4
 
 
 @dataclass(frozen=True)
-class Question:
+class FitRequest:
     """The model, the options to serve it with, and the machine."""
 
     args: Namespace  # of `vllm_metal.cli.main`
@@ -142,7 +142,7 @@ class Question:
         )
 
 
-def judge(asked: Question) -> Answer:
+def judge(asked: FitRequest) -> FitResult:
     """Estimates each rank, and judges whether the requests fit; without default drafts if need be.
 
     Raises:
@@ -156,7 +156,7 @@ def judge(asked: Question) -> Answer:
     return found
 
 
-def _judge(asked: Question) -> Answer:
+def _judge(asked: FitRequest) -> FitResult:
     args = asked.args
     _check(asked)
     with asked.layout.ring() as ring:
@@ -169,22 +169,22 @@ def _judge(asked: Question) -> Answer:
         for name in parts[0].estimates
     }
     least = report.narrowest(parts, args.kv_cache_dtype).estimates[args.kv_cache_dtype]
-    return Answer(
+    return FitResult(
         model=args.model,
         model_type=asked.content["model_type"],
         dtype=str(asked.dtype).removeprefix("torch."),
         machine=asked.machine,
         layout=asked.layout,
         parts=tuple(parts),
-        asked=args.kv_cache_dtype,
-        wanted=wanted,
+        cache_dtype=args.kv_cache_dtype,
+        num_requests=wanted,
         fits=fits[args.kv_cache_dtype],
         changes=_changes(least, wanted),
         commands=tuple(_command(asked, length, name) for name, fit in fits.items() if fit),
     )
 
 
-def _check(asked: Question) -> None:
+def _check(asked: FitRequest) -> None:
     args = asked.args
     if not formats.offered(args.kv_cache_dtype, asked.dtype):
         raise ValueError(
@@ -207,7 +207,7 @@ def _check(asked: Question) -> None:
     asked.layout.check(asked.content["model_type"], args.num_speculative_tokens or 0)
 
 
-def _part(asked: Question, stage: int, ring: Any) -> Part:
+def _part(asked: FitRequest, stage: int, ring: Any) -> Part:
     layout = asked.layout
     model = Model.read(
         asked.path,
@@ -224,7 +224,7 @@ def _part(asked: Question, stage: int, ring: Any) -> Part:
             "serve text only"
         )
     if (drafter := asked.drafter) is not None:
-        model = drafter.beside(model)
+        model = drafter.add_to(model)
     estimates = {}
     for cache_dtype in dict.fromkeys((asked.args.kv_cache_dtype, _QUANTIZED)):
         estimates[cache_dtype] = estimate(model, asked.config(cache_dtype), asked.machine)
@@ -253,7 +253,7 @@ def _changes(found: Estimate, wanted: int) -> tuple[str, ...]:
     return (*fewer, *(change.advice for change in changes))
 
 
-def _command(asked: Question, length: int, cache_dtype: str) -> str:
+def _command(asked: FitRequest, length: int, cache_dtype: str) -> str:
     args, machines, drafts = asked.args, asked.layout.machines, dict[str, Any]()
     if args.num_speculative_tokens:
         drafts = {"method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}

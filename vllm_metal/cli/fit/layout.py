@@ -84,7 +84,7 @@ class Layout:
         return partial(Stage.of, rank=stage, size=self.stages)
 
     @contextmanager
-    def ring(self) -> Iterator[ranks.OneOf | None]:
+    def ring(self) -> Iterator[ranks.SimulatedGroup | None]:
         """Simulates tensor-parallel ranks in the block; yields their group, None for one rank."""
         if self.heads == 1:
             yield None
@@ -93,7 +93,7 @@ class Layout:
             yield ring
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """The layout in words, to follow the machine's name; empty for one rank."""
         if self.num_ranks == 1:
             return ""

@@ -14,7 +14,7 @@ from vllm_metal.patches.mlx_patches.replacing import replaced
 
 
 @dataclass(frozen=True)
-class OneOf:
+class SimulatedGroup:
     """Simulates a group of `ranks` ranks, of which this process is the first."""
 
     ranks: int
@@ -40,7 +40,7 @@ class _Forward:
 
 
 @contextmanager
-def alone(ranks: int) -> Iterator[OneOf]:
+def alone(ranks: int) -> Iterator[SimulatedGroup]:
     """Replaces collectives by local operations of equal size in the block; results are wrong."""
 
     def all_sum(x: mx.array, **_: Any) -> mx.array:
@@ -55,4 +55,4 @@ def alone(ranks: int) -> Iterator[OneOf]:
         stack.enter_context(replaced(mx, "custom_function", _Forward))
         for function in (all_sum, all_gather):
             stack.enter_context(replaced(mx.distributed, function.__name__, function))
-        yield OneOf(ranks)
+        yield SimulatedGroup(ranks)

@@ -49,7 +49,7 @@ def narrowest(parts: Sequence[Part], cache_dtype: str) -> Part:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FitResult:
     """The estimates for a model, and whether the requests fit."""
 
     model: str
@@ -58,8 +58,8 @@ class Answer:
     machine: Machine  # or a rank's share of one
     layout: Layout
     parts: Sequence[Part]  # one per stage of layers
-    asked: str  # the requested --kv-cache-dtype
-    wanted: int  # requests at once
+    cache_dtype: str  # the requested --kv-cache-dtype
+    num_requests: int  # requests at once
     fits: bool  # with the requested settings
     changes: tuple[str, ...]  # that would make it fit on the rank with the least room
     commands: tuple[str, ...]  # that serve the model, if it fits
@@ -84,13 +84,13 @@ def serve_command(model: str, options: Mapping[str, object], switches: Sequence[
     return shlex.join(["vllm", "serve", model, *switches, *flags])
 
 
-def as_text(answer: Answer) -> str:
+def as_text(answer: FitResult) -> str:
     """Formats the answer as short tables and a verdict, for people."""
-    asked = answer.estimates[answer.asked]
+    asked = answer.estimates[answer.cache_dtype]
     length = asked.settings.max_model_len
     lines = [
         f"{answer.model} ({answer.model_type}, {answer.dtype}) on {answer.machine.name}"
-        f"{answer.layout.words}",
+        f"{answer.layout.description}",
         "",
         *_part_rows(answer),
         f"  {'weights':<40}{asked.measured.weights / _GIB:>12.2f} GiB",
@@ -104,7 +104,7 @@ def as_text(answer: Answer) -> str:
         _row("tokens in it", answer, lambda _, e: f"{e.tokens:,}"),
         _row(f"requests of {length:,} tokens", answer, lambda _, e: f"{e.requests:,}"),
         "",
-        f"Memory with --kv-cache-dtype {answer.asked}; the peak of a step is an estimate:",
+        f"Memory with --kv-cache-dtype {answer.cache_dtype}; the peak of a step is an estimate:",
         asked.budget.table(),
         "",
         *_verdict(answer, asked),
@@ -112,13 +112,13 @@ def as_text(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def _part_rows(answer: Answer) -> list[str]:
+def _part_rows(answer: FitResult) -> list[str]:
     if len(answer.parts) == 1:
         return []
     cells = ("layers", "weights", "K/V of a token", "step", "pool", "tokens in it")
     rows = [f"  {'rank':<10}" + "".join(f"{cell:>15}" for cell in cells)]
     for part in answer.parts:
-        found, stage = part.estimates[answer.asked], part.stage
+        found, stage = part.estimates[answer.cache_dtype], part.stage
         assert stage is not None
         cells = (
             f"{stage.start} to {stage.end - 1}",
@@ -130,7 +130,7 @@ def _part_rows(answer: Answer) -> list[str]:
         )
         ranks = part.name.partition(" ")[2]
         rows.append(f"  {ranks:<10}" + "".join(f"{cell:>15}" for cell in cells))
-    least = answer.narrowest(answer.asked).name
+    least = answer.narrowest(answer.cache_dtype).name
     return [
         *rows,
         "",
@@ -144,14 +144,14 @@ def _draft_weights(asked: Estimate) -> list[str]:
     return [f"  {'weights of the drafter':<40}{weights / _GIB:>12.2f} GiB"] if weights else []
 
 
-def _draft_rows(answer: Answer) -> list[str]:
+def _draft_rows(answer: FitResult) -> list[str]:
     if not any(estimate.draft_token_bytes for estimate in answer.estimates.values()):
         return []
     cell = "  of the drafter"
     return [_row(cell, answer, lambda _, e: f"{e.draft_token_bytes / _KIB:,.1f} KiB")]
 
 
-def _state_rows(answer: Answer) -> list[str]:
+def _state_rows(answer: FitResult) -> list[str]:
     if not any(estimate.state_bytes for estimate in answer.estimates.values()):
         return []
     return [
@@ -160,19 +160,21 @@ def _state_rows(answer: Answer) -> list[str]:
     ]
 
 
-def _row(label: str, answer: Answer, cell: Callable[[str, Estimate], str]) -> str:
+def _row(label: str, answer: FitResult, cell: Callable[[str, Estimate], str]) -> str:
     cells = (cell(name, estimate) for name, estimate in answer.estimates.items())
     return f"  {label:<40}" + "".join(f"{text:>16}" for text in cells)
 
 
-def _verdict(answer: Answer, asked: Estimate) -> list[str]:
-    requests = "1 request" if answer.wanted == 1 else f"{answer.wanted} requests at once"
+def _verdict(answer: FitResult, asked: Estimate) -> list[str]:
+    requests = (
+        "1 request" if answer.num_requests == 1 else f"{answer.num_requests} requests at once"
+    )
     length = asked.settings.max_model_len
-    needed = asked.request(answer.wanted).needed(length)
+    needed = asked.request(answer.num_requests).needed(length)
     need = f"{requests} of {length:,} tokens: {needed / _GIB:.2f} GiB of KV cache"
     lines = [f"Fits: {need}."]
     of_ranks = len(answer.parts) > 1
-    where = f"it fit on {answer.narrowest(answer.asked).name}" if of_ranks else "it fit"
+    where = f"it fit on {answer.narrowest(answer.cache_dtype).name}" if of_ranks else "it fit"
     if not answer.fits:
         there = f"{asked.pool / _GIB:.2f} GiB are left" if asked.pool > 0 else "no memory is left"
         lines = [f"Does not fit: {need}, and {there}."]
@@ -191,9 +193,9 @@ def _verdict(answer: Answer, asked: Estimate) -> list[str]:
     return [*lines, *(f"  {command}" for command in answer.commands)]
 
 
-def as_json(answer: Answer) -> dict[str, Any]:
+def as_json(answer: FitResult) -> dict[str, Any]:
     """Returns the answer as JSON values; sizes in bytes."""
-    asked = answer.estimates[answer.asked]
+    asked = answer.estimates[answer.cache_dtype]
     return {
         "model": answer.model,
         "model_type": answer.model_type,
@@ -202,10 +204,10 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "weights": asked.measured.weights,
         "draft_weights": asked.measured.draft_weights,
         "context": asked.settings.max_model_len,
-        "requests": answer.wanted,
+        "requests": answer.num_requests,
         "fits": answer.fits,
         "kv_cache": _by_dtype(answer.estimates),
-        "ranks": [rank for part in answer.parts for rank in _ranks_of(part, answer.asked)],
+        "ranks": [rank for part in answer.parts for rank in _ranks_of(part, answer.cache_dtype)],
         "changes": list(answer.changes),
         "commands": list(answer.commands),
     }

@@ -41,7 +41,7 @@ class Plan:
 
     endpoint: Endpoint
     command: tuple[str, ...]  # of the server; empty if it is already running
-    said: tuple[str, ...] = ()  # remarks on the choice
+    notes: tuple[str, ...] = ()  # remarks on the choice
 
 
 def run(args: Namespace) -> int:
@@ -76,12 +76,12 @@ def _plan_server(args: Namespace, key: str) -> Plan:
     name = request_name(planned.model)
     root = f"http://{HOST}:{args.port}"
     command = serve_command(planned.model, name, args.port, [*planned.flags, *args.serve])
-    return Plan(Endpoint(root, name, key, planned.context), command, tuple(planned.said))
+    return Plan(Endpoint(root, name, key, planned.context), command, tuple(planned.notes))
 
 
 @contextmanager
 def _served(plan: Plan, scratch: Path) -> Iterator[None]:
-    for line in plan.said:
+    for line in plan.notes:
         print(f"vllm-metal: {line}", file=sys.stderr)
     with ExitStack() as stack:
         if plan.command:
@@ -113,7 +113,7 @@ def _run(executable: str, start: Start, arguments: Sequence[str], scratch: Path)
 
 
 def _text(plan: Plan, client: Client, start: Start, arguments: Sequence[str]) -> str:
-    lines = list(plan.said)
+    lines = list(plan.notes)
     if plan.command:
         lines += ["", "Server, which ends with the client:"]
         lines += [f"  {KEY_OF_SERVER}={HIDDEN} {shlex.join(plan.command)}"]

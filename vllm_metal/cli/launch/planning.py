@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vllm_metal.cli.fit.judge import Answer
+    from vllm_metal.cli.fit.judge import FitResult
 
 from vllm_metal.cli import early_checks
 
@@ -23,16 +23,16 @@ LEAST_CONTEXT = 32768
 
 
 @dataclass(frozen=True)
-class Planned:
+class ServerPlan:
     """The settings to start a server with."""
 
     model: str  # a folder, or a name on the hub
     context: int  # tokens of the longest request
     flags: Sequence[str]  # further options of `vllm serve`
-    said: Sequence[str]  # remarks on the choice, one sentence each
+    notes: Sequence[str]  # remarks on the choice, one sentence each
 
 
-def planned(model: str | None, context: int | None) -> Planned:
+def planned(model: str | None, context: int | None) -> ServerPlan:
     """Plans a server for a model on this machine.
 
     Args:
@@ -62,20 +62,20 @@ def planned(model: str | None, context: int | None) -> Planned:
     found = json.loads(lines[-1])
     if isinstance(found, str):
         raise ValueError(found)
-    return Planned(**found)
+    return ServerPlan(**found)
 
 
-def _plan(model: str | None, context: int | None) -> Planned:
+def _plan(model: str | None, context: int | None) -> ServerPlan:
     from vllm_metal.cli.fit import command as fit
     from vllm_metal.engine.weights import folders
     from vllm_metal.identity import model_names
     from vllm_metal.serving.parsers import files
     from vllm_metal.serving.parsers.choice import choose
 
-    answer = fit.find(fit.question(model, context))
+    answer = fit.find(fit.options_for(model, context))
     if context is None and model is not None and _length(answer) < LEAST_CONTEXT:
         with suppress(ValueError):  # the model's maximum is shorter
-            longer = fit.find(fit.question(model, LEAST_CONTEXT))
+            longer = fit.find(fit.options_for(model, LEAST_CONTEXT))
             answer = longer if longer.fits else answer
     length = _length(answer)
     if not answer.fits:
@@ -86,11 +86,13 @@ def _plan(model: str | None, context: int | None) -> Planned:
     remarks = list(choice.lines())
     if length < LEAST_CONTEXT:
         remarks.append(f"The context is {length} tokens; agents need {LEAST_CONTEXT} or more.")
-    return Planned(answer.model, length, ("--max-model-len", str(length), *choice.flags), remarks)
+    return ServerPlan(
+        answer.model, length, ("--max-model-len", str(length), *choice.flags), remarks
+    )
 
 
-def _length(answer: Answer) -> int:
-    return answer.estimates[answer.asked].settings.max_model_len
+def _length(answer: FitResult) -> int:
+    return answer.estimates[answer.cache_dtype].settings.max_model_len
 
 
 if __name__ == "__main__":

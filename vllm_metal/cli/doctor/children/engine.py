@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.cli.doctor.engine import KV_CACHE_BYTES, NUM_TOKENS, PROMPT
-from vllm_metal.device.child import say
+from vllm_metal.device.child import send_message
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -37,31 +37,31 @@ def main() -> None:
     parser.add_argument("--pool", type=int, help="bytes of the KV cache; default: vLLM's own")
     args = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    say(stage="starting")
+    send_message(stage="starting")
     from vllm import LLM
 
-    say(stage="loading the model")
+    send_message(stage="loading the model")
     options: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_memory_bytes": KV_CACHE_BYTES}
     if args.timed:
         options = {"enable_prefix_caching": False}
         options |= {} if args.pool is None else {"kv_cache_memory_bytes": args.pool}
     llm = LLM(args.model, max_model_len=-1, **options)
     (_time if args.timed else _answer)(llm)
-    say(stage="shutting down")
+    send_message(stage="shutting down")
     del llm
     gc.collect()
-    say(stage="leaving")
+    send_message(stage="leaving")
 
 
 def _answer(llm: LLM) -> None:
     from vllm import SamplingParams
 
-    say(stage="answering")
+    send_message(stage="answering")
     asked = time.monotonic()
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     (output,) = llm.generate([PROMPT], greedy, use_tqdm=False)
     completion = output.outputs[0]
-    say(
+    send_message(
         prompt=list(output.prompt_token_ids or ()),
         tokens=list(completion.token_ids),
         text=completion.text,
@@ -77,20 +77,20 @@ def _time(llm: LLM) -> None:
     num_prompt, num_answer = min(_PROMPT, longest // 2), min(_ANSWER, longest // 4)
     num_blocks = config.cache_config.num_gpu_blocks
     assert num_blocks is not None  # set once the pool is there
-    say(
+    send_message(
         pool_tokens=num_blocks * config.cache_config.block_size,
         active_bytes=mx.get_active_memory(),
         dtype=str(config.model_config.dtype).removeprefix("torch."),
         num_prompt=num_prompt,
         num_answer=num_answer,
     )
-    say(stage="answering")
+    send_message(stage="answering")
     _gaps(llm, "first", num_prompt, num_answer)  # warm-up: compiles
     gaps = _gaps(llm, "timed", num_prompt, num_answer)
-    say(prefill=num_prompt / gaps[0], decode=(len(gaps) - 1) / sum(gaps[1:]))
+    send_message(prefill=num_prompt / gaps[0], decode=(len(gaps) - 1) / sum(gaps[1:]))
     paused_after = num_answer // 2
     gaps = _gaps(llm, "paused", num_prompt, num_answer, paused_after)
-    say(
+    send_message(
         idle_seconds=_IDLE_SECONDS,
         step_seconds=statistics.median(gaps[1:paused_after]),
         step_after_idle_seconds=max(gaps[paused_after : paused_after + _BEHIND_PAUSE]),

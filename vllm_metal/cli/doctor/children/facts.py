@@ -10,18 +10,18 @@ import platform as machine
 import sys
 from importlib.metadata import entry_points
 
-from vllm_metal.device.child import say
+from vllm_metal.device.child import send_message
 from vllm_metal.settings import envs
 
 
 def device() -> None:
     """Reports MLX's device, in a process that imports only MLX."""
-    say(stage="importing MLX")
+    send_message(stage="importing MLX")
     import mlx.core as mx
 
     from vllm_metal.device import mlx_device
 
-    say(stage="asking for the device")
+    send_message(stage="asking for the device")
     metal = mx.metal.is_available()
     try:
         requested = envs.requested_device()
@@ -31,7 +31,7 @@ def device() -> None:
     mlx_device.select(kind)
     mx.eval(mx.ones(8) + 1)  # the first use of a GPU loads its library
     info = mx.device_info()
-    say(
+    send_message(
         metal=metal,
         device=kind,
         chip=str(info.get("device_name", machine.machine())),
@@ -43,14 +43,16 @@ def device() -> None:
 
 def platform() -> None:
     """Reports the platform that vLLM chooses."""
-    say(stage="importing vLLM")
-    say(plugins=[f"{p.name} ({p.value})" for p in entry_points(group="vllm.platform_plugins")])
-    say(platform=_chosen())
+    send_message(stage="importing vLLM")
+    send_message(
+        plugins=[f"{p.name} ({p.value})" for p in entry_points(group="vllm.platform_plugins")]
+    )
+    send_message(platform=_chosen())
 
 
 def engine() -> None:
     """Reports whether MLX still sees its device after an engine's imports."""
-    say(stage="importing what an engine imports")
+    send_message(stage="importing what an engine imports")
     import transformers
     import vllm.entrypoints.llm
     import vllm.v1.engine.core  # noqa: F401
@@ -60,15 +62,15 @@ def engine() -> None:
     from vllm_metal.device import mlx_device
 
     mx = importlib.import_module("mlx.core")  # last, as in an engine
-    say(
+    send_message(
         metal_inside=mx.metal.is_available(),
         platform=chosen,
         transformers=transformers.__version__,
     )
-    say(stage="computing")
+    send_message(stage="computing")
     mlx_device.select(envs.requested_device() or "metal")
     ones = mx.ones((64, 64))
-    say(product=float((ones @ ones).sum().item()))
+    send_message(product=float((ones @ ones).sum().item()))
 
 
 def _chosen() -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_metal.device import blas
-from vllm_metal.device.child import say
+from vllm_metal.device.child import send_message
 from vllm_metal.settings import envs
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     time.add_argument("num_answer", type=int)
     time.set_defaults(run=_time)
     args = parser.parse_args()
-    say(stage="starting")
+    send_message(stage="starting")
     kind = envs.requested_device() or "metal"
     if kind == "cpu":
         blas.load()
@@ -48,15 +48,15 @@ def _judge(args: argparse.Namespace) -> None:
     from vllm_metal.engine.models.loader import dense_model
     from vllm_metal.engine.weights import folders
 
-    say(stage="loading the model")
+    send_message(stage="loading the model")
     folder = Path(folders.folder_of(args.model))
     model = dense_model(folder if folder.is_dir() else hf_repo_to_path(args.model))
-    say(stage="answering")
+    send_message(stage="answering")
     before = [*args.prompt, *args.tokens[:-1]]
     logits = model(mx.array([before]))[0, -len(args.tokens) :].astype(mx.float32)
     chosen = mx.take_along_axis(logits, mx.array(args.tokens)[:, None], axis=-1)[:, 0]
     best = logits.max(axis=-1)
-    say(
+    send_message(
         behind=(best - chosen).tolist(),
         spread=(best - logits.mean(axis=-1)).tolist(),
         choices=logits.argmax(axis=-1).tolist(),
@@ -67,16 +67,16 @@ def _time(args: argparse.Namespace) -> None:
     import mlx.core as mx
     from mlx_lm import stream_generate
 
-    say(stage="loading the model")
+    send_message(stage="loading the model")
     dtype = getattr(mx, args.dtype)
     model, tokenizer = _load(args.model, dtype)
     model.set_dtype(dtype)
     tokenizer.eos_token_ids = []  # answers always have the requested length
     prompt = [5 + index * 7 % 50 for index in range(args.num_prompt)]
-    say(stage="answering")
+    send_message(stage="answering")
     for _ in range(2):  # the first is a warm-up
         *_, last = stream_generate(model, tokenizer, prompt, args.num_answer)
-    say(
+    send_message(
         prefill=last.prompt_tps,
         # mlx-lm's time starts at the first token, but its count includes that token.
         decode=last.generation_tps * (last.generation_tokens - 1) / last.generation_tokens,

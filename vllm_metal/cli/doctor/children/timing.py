@@ -11,7 +11,7 @@ import mlx.core as mx
 from metal_kernels import kernel
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.selfcheck import Case, Work, copy_bandwidth, works
-from vllm_metal.device.child import say
+from vllm_metal.device.child import send_message
 from vllm_metal.settings.extras import INTERPRETER
 
 #: The attention of Llama 3 8B, over a cache of its own dtype and over a quantized one.
@@ -30,11 +30,11 @@ def main() -> None:
     short, long = args.contexts
     wanted = [work for case in _CASES for work in works(case, (short, long))]
     if args.start == 0:
-        say(bandwidth=copy_bandwidth())
+        send_message(bandwidth=copy_bandwidth())
     for index, work in enumerate(wanted):
         if index >= args.start:
-            say(index=index, timing=work.name)
-            say(index=index, **_timed(work))
+            send_message(index=index, timing=work.name)
+            send_message(index=index, **_timed(work))
 
 
 def _timed(work: Work) -> dict[str, object]:

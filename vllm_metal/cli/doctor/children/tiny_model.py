@@ -6,13 +6,13 @@ python -m vllm_metal.cli.doctor.children.tiny_model FOLDER
 
 import sys
 
-from vllm_metal.device.child import say
+from vllm_metal.device.child import send_message
 
 _WORDS = ("<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz", *map(str, range(35)))
 
 
 def main() -> None:
-    say(stage="making a tiny model")
+    send_message(stage="making a tiny model")
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -19,7 +19,7 @@ from metal_kernels.tuner.registry import CHOICES, OF_PROCESSES
 from metal_kernels.tuner.shares import facts, shares
 from metal_kernels.tuner.stopwatch import Stopwatch, Unsteady
 from vllm_metal.device import gpu_cores, record, steadiness
-from vllm_metal.device.child import say
+from vllm_metal.device.child import send_message
 
 #: The attention of Llama 3 8B, for comparisons between machines.
 COMMON = Case(AttentionShape(32, 8, 128, 128), mx.bfloat16, mx.bfloat16, 16)
@@ -37,14 +37,14 @@ def main() -> None:
     try:
         if args.process is not None:
             timing = OF_PROCESSES[args.process].time(stopwatch)
-            say(windows=timing.windows)
+            send_message(windows=timing.windows)
             return
         kernel.use(mx.fast.metal_kernel)
         known = record.Record()
         layers = [layer_of(case, known) for case in cases(args.all)]
         tune(layers, stopwatch, args.seconds)
     except Unsteady as error:
-        say(unsteady=str(error))
+        send_message(unsteady=str(error))
 
 
 def cases(every: bool) -> list[Case]:
@@ -65,9 +65,9 @@ def tune(
     Raises Unsteady if the machine is not idle.
     """
     began = time.monotonic()
-    say(stage="what the machine does at most")
-    say(facts=facts(stopwatch))
-    say(shares=[asdict(share) for share in shares(layers[0], stopwatch)])
+    send_message(stage="what the machine does at most")
+    send_message(facts=facts(stopwatch))
+    send_message(shares=[asdict(share) for share in shares(layers[0], stopwatch)])
     left = []
     for choice in choices:
         wanted = [layer for layer in layers if choice.wanted(layer)]
@@ -77,10 +77,10 @@ def tune(
             if seconds is not None and time.monotonic() - began > seconds:
                 left.append(what)
                 continue
-            say(stage=what)
+            send_message(stage=what)
             chosen = choice.search(layer, stopwatch)
-            say(chosen=what, kind=kind, values=dict(chosen.values), gain=chosen.gain)
-    say(left=left, timings=[asdict(timing) for timing in stopwatch.timings])
+            send_message(chosen=what, kind=kind, values=dict(chosen.values), gain=chosen.gain)
+    send_message(left=left, timings=[asdict(timing) for timing in stopwatch.timings])
 
 
 def watch() -> None:
