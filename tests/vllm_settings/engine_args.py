@@ -253,7 +253,7 @@ _REFUSED = union(
                 "memory is unified; `prefix_cache_dir` keeps K/V on disk": "kv_offloading_size",
             }
         ),
-        *(refused({row.why: row.field}) for row in REFUSED_OPTIONS),
+        *(refused({row.reason: row.field}) for row in REFUSED_OPTIONS),
         *(refused({why: field}) for field, why in REFUSED_OF_IMAGES.values()),
     )
 )

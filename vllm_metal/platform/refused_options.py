@@ -19,12 +19,12 @@ class RefusedOption:
     """An option that is not supported with any value."""
 
     option: str  # as on the command line
-    place: str  # attribute path of its value in vLLM's configuration
-    why: str  # the reason, or what to use instead
+    config_path: str  # attribute path of its value in vLLM's configuration
+    reason: str  # the reason, or what to use instead
     allowed: tuple[Any, ...] = ()  # neutral values besides the default in `EngineArgs`
-    of_model: tuple[str, ...] = ()  # keys of the model's configuration that vLLM defaults to
+    model_keys: tuple[str, ...] = ()  # keys of the model's configuration that vLLM defaults to
     #: Whether vLLM itself sets it in an engine's process; the launcher checks the user's value.
-    of_engine: bool = False
+    set_by_engine: bool = False
 
     @property
     def field(self) -> str:
@@ -114,7 +114,7 @@ REFUSED_OPTIONS = (
         _ONE_DEVICE,
     ),
     RefusedOption(
-        "--device-ids", "parallel_config.assigned_physical_gpu_ids", _ONE_DEVICE, of_engine=True
+        "--device-ids", "parallel_config.assigned_physical_gpu_ids", _ONE_DEVICE, set_by_engine=True
     ),
     RefusedOption("--enable-elastic-ep", "parallel_config.enable_elastic_ep", _ONE_DEVICE),
     RefusedOption(
@@ -161,10 +161,10 @@ def refused_options(config: VllmConfig) -> dict[str, bool]:
         return {}
     model = config.model_config.hf_text_config
     return {
-        f"{row.option} ({row.why})": attrgetter(row.place)(config)
-        not in (default, *row.allowed, *(getattr(model, key, default) for key in row.of_model))
+        f"{row.option} ({row.reason})": attrgetter(row.config_path)(config)
+        not in (default, *row.allowed, *(getattr(model, key, default) for key in row.model_keys))
         for row, default in _with_defaults()
-        if not (row.of_engine and is_engine_process())
+        if not (row.set_by_engine and is_engine_process())
     }
 
 
