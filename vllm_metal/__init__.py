@@ -79,7 +79,7 @@ def change_vllm() -> None:
 
             shutdown.end_with_sigterm()
             MetalPlatform.change_schedulers()
-            model_info.answer_for_models()  # the check inspects them
+            model_info.register_models()  # the check inspects them
     # vLLM also calls this within `EngineArgs()`, before it looks a model up in the Hugging Face
     # cache, where GGUF files have other names. Other processes take no model names.
     if "vllm.engine.arg_utils" in sys.modules:

@@ -66,20 +66,20 @@ class SharedPool:
             self._step += 1
             if changes is not None and changes.is_all:
                 self._is_known = True
-                self._remove_blocks(self._blocks.keys() - changes.come.keys())
+                self._remove_blocks(self._blocks.keys() - changes.added.keys())
                 self._blocks.clear()
                 self._copyable_from.clear()
             if changes is not None and self._is_known:
-                self._remove_blocks(changes.gone)
-                self._add_blocks(changes.come)
+                self._remove_blocks(changes.removed)
+                self._add_blocks(changes.added)
             if self._copyable_from:
                 self._copyable_from = {
                     k: end for k, end in self._copyable_from.items() if end > self._step
                 }
 
-    def _add_blocks(self, come: Mapping[bytes, int]) -> None:
-        self._blocks.update(come)
-        self._copyable_from.update(dict.fromkeys(come, self._step + _COPYABLE_AFTER))
+    def _add_blocks(self, added: Mapping[bytes, int]) -> None:
+        self._blocks.update(added)
+        self._copyable_from.update(dict.fromkeys(added, self._step + _COPYABLE_AFTER))
 
     def _remove_blocks(self, keys: Collection[bytes]) -> None:
         for key in keys:

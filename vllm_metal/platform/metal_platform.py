@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
 shutdown.answer_for_torch_accelerator()
 logs.drop_unhelpful_warnings()
-logs.leave_out_what_clients_wrote()
+logs.redact_client_text()
 start_failures.leave_causes()
 processes.spawn_on_macos()
 logger = init_logger(__name__)
@@ -194,21 +194,21 @@ class MetalPlatform(Platform):
         processes.stay_in_process_on_macos()
         shutdown.let_engines_end()
         shutdown.end_interrupted_starts()
-        shutdown.tell_a_stop_from_a_failure()
+        shutdown.silence_stopped_engines()
         engine_links.notice_lost_links()
         engine_links.notice_engines_that_end_early()
         speculation.allow_lookup_methods()
         speculation.keep_dropped_heads()
-        model_info.answer_for_models()
-        model_info.take_mlx_models()
-        encoder_info.answer_for_encoders()
+        model_info.register_models()
+        model_info.accept_mlx_models()
+        encoder_info.register_encoders()
         speculation.allow_min_p_and_logit_bias()
         runner_features.check_processors_alike()
         token_ids.reject_unknown_tokens()
         streaming_sessions.refuse_in_sessions()
         engine_args.recompute_by_default()
         engine_outputs.add_stat_logger(partial(MetalStatLogger, metric_types_of))
-        pooling_failures.tell_pooling_failures()
+        pooling_failures.report_pooling_failures()
         idle.keep_engines()
         engine_sleep.refuse_to_wait_asleep()
         # Last of the patches of create_engine_config, so that arguments are checked first;
@@ -240,16 +240,16 @@ class MetalPlatform(Platform):
         http_protocol.limit_connections()
         first_mistake.stop_at_the_first_mistake()
         # Before vLLM's routes are created, which copy the schemas of request classes.
-        unknown_fields.tell_of_unknown_fields()
+        unknown_fields.report_unknown_fields()
         error_remedies.name_remedies()
-        adapters.answer_for_bad_adapters()
+        adapters.reject_bad_adapters()
         # Each wraps those before it, so the last one is the outermost.
         server_app.around_servers(misses.around)
         server_app.around_servers(idle.around)
         server_app.around_servers(limits.around)
         server_app.around_servers(ready.around)
         server_app.around_servers(unknown_fields.around)
-        server_end.tell_how_servers_end()
+        server_end.set_server_exit()
         server_end.let_starts_be_interrupted()
         start_log.to_a_file()
         start_failures.end_commands_with_one_line(start_checks.SERVED)
@@ -282,7 +282,7 @@ class MetalPlatform(Platform):
         if vllm_config.cache_config.num_gpu_blocks is None:  # else the pool is allocated
             cls._choose_block_size(vllm_config.cache_config)
         refuse_unsupported(vllm_config)
-        runner_features.take_out_ours()
+        runner_features.allow_supported_features()
         speculation.allow_no_drafts()
         parallel = vllm_config.parallel_config
         if parallel.worker_cls == "auto":
@@ -308,7 +308,7 @@ class MetalPlatform(Platform):
             from vllm_metal.engine.lora.versions import Versions
             from vllm_metal.patches.vllm_patches import adapters
 
-            adapters.know_by_content(Versions)
+            adapters.identify_by_content(Versions)
 
     @staticmethod
     def _choose_block_size(cache: CacheConfig) -> None:

@@ -24,7 +24,7 @@ def prepare_ranks(vllm_config: VllmConfig, device: envs.Device) -> None:
         return
     groups.set_timeouts(parallel)
     processes.spawn()
-    engine_queues.hear_of_a_shutdown()
+    engine_queues.notice_queue_shutdown()
     if parallel.use_ray:  # Ray places ranks on machines later, so ranks share memory then
         on_ray.carry(parallel, envs.AT_IMPORT)
     else:

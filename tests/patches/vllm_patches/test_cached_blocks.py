@@ -35,8 +35,8 @@ def test_changes_add_up_to_what_the_pool_has():
             continue
         if changes.is_all:
             known.clear()
-        assert not changes.come.keys() & set(changes.gone)
-        known = {key: n for key, n in known.items() if key not in changes.gone} | changes.come
+        assert not changes.added.keys() & set(changes.removed)
+        known = {key: n for key, n in known.items() if key not in changes.removed} | changes.added
         there = pool.cached_block_hash_to_block
         assert set(known) == {key for key in map(key_of, range(12)) if there.get_one_block(key)}
         for key, block in known.items():
@@ -50,5 +50,5 @@ def test_the_first_changes_are_all_there_is():
     pool._insert_block_hash(key_of(1), block, 16)
     blocks = CachedBlocks(pool)
     changes = blocks.take()
-    assert changes.is_all and changes.come == {key_of(1): block.block_id}
+    assert changes.is_all and changes.added == {key_of(1): block.block_id}
     assert blocks.take() is None

@@ -14,7 +14,7 @@ from vllm_metal.patches.vllm_patches import engine_queues
 @pytest.fixture
 def queue():
     """Both ends of a queue over TCP."""
-    engine_queues.hear_of_a_shutdown()
+    engine_queues.notice_queue_shutdown()
     writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
     reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
     ready = threading.Thread(target=writer.wait_until_ready)
@@ -37,11 +37,11 @@ def test_what_is_sent_late_is_read(queue):
     writer, reader = queue
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(reader.dequeue)
-        time.sleep(2 * engine_queues.LOOK_S)
+        time.sleep(2 * engine_queues.POLL_INTERVAL_S)
         writer.enqueue("late")
         assert waiting.result(60) == "late"
 
 
 def test_a_time_limit_holds(queue):
     with pytest.raises(TimeoutError):
-        queue[1].dequeue(timeout=engine_queues.LOOK_S / 10)
+        queue[1].dequeue(timeout=engine_queues.POLL_INTERVAL_S / 10)

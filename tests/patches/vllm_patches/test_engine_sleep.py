@@ -60,7 +60,7 @@ class SleepManager:
     ],
 )
 def test_a_call_wakes_an_idle_engine(call, args):
-    engine_sleep.keep(lambda config, engine: None, lambda config: None)
+    engine_sleep.manage(lambda config, engine: None, lambda config: None)
     engine = AsyncLLM.__new__(AsyncLLM)
     engine.engine_core = Core()
     engine.profiler = None
@@ -75,7 +75,7 @@ EXITS = """
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm_metal.patches.vllm_patches import engine_sleep
 
-engine_sleep.keep(lambda config, engine: None, lambda config: None)
+engine_sleep.manage(lambda config, engine: None, lambda config: None)
 engine_sleep.last = AsyncLLM.__new__(AsyncLLM)  # goes with the names of its module
 """
 

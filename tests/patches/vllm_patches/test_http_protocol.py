@@ -139,7 +139,7 @@ def test_a_body_may_be_longer_than_headers(server):
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nhost:"])
 def test_headers_that_take_too_long_end_the_connection(monkeypatch, begun):
-    monkeypatch.setattr(http_protocol, "HEAD_S", 0.2)
+    monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.2)
     with running() as (address, app):
         answer = talk(address, begun)
         assert answer.startswith(b"HTTP/1.1 408 ") if begun else answer == b""
@@ -161,7 +161,7 @@ def test_idle_connections_keep_nobody_out(server, monkeypatch):
 
 
 def test_a_body_that_goes_on_after_the_answer_ends_the_connection(monkeypatch):
-    monkeypatch.setattr(http_protocol, "AFTER_ANSWER_S", 0.2)
+    monkeypatch.setattr(http_protocol, "BODY_GRACE_S", 0.2)
     with running() as (address, _):
         head = request("content-length: 1000", close=False)
         answer = talk(address, head + b"b")
@@ -184,7 +184,7 @@ def test_an_application_can_hang_up_on_a_client_that_does_not_read(server):
 @pytest.mark.parametrize("close", [True, False])
 def test_a_client_that_takes_nothing_of_its_answer_is_hung_up_on(monkeypatch, close):
     """The application has ended long before: it gave all of the answer to the server."""
-    monkeypatch.setattr(http_protocol, "TAKE_S", 0.2)
+    monkeypatch.setattr(http_protocol, "SEND_TIMEOUT_S", 0.2)
     asked = request(close=close).replace(b"/ ", b"/long ")
     with running() as (address, app):
         with socket.create_connection(address, 240) as connection:

@@ -10,16 +10,16 @@ import pytest
 from vllm.exceptions import VLLMValidationError
 
 from vllm_metal.patches.vllm_patches.logs import (
-    LESSENED,
-    QUOTING,
-    UNHELPFUL,
+    DOWNGRADED,
+    REDACTED,
+    SUPPRESSED,
     drop_unhelpful_warnings,
-    leave_out_what_clients_wrote,
+    redact_client_text,
 )
 
 
 @pytest.mark.parametrize(
-    ("name", "beginning"), [(name, text) for name, texts in UNHELPFUL.items() for text in texts]
+    ("name", "beginning"), [(name, text) for name, texts in SUPPRESSED.items() for text in texts]
 )
 def test_nothing_else_is_dropped(
     name: str, beginning: str, caplog: pytest.LogCaptureFixture
@@ -55,7 +55,7 @@ def shown(caplog, monkeypatch):
     return of
 
 
-@pytest.mark.parametrize(("name", "beginning"), LESSENED.items())
+@pytest.mark.parametrize(("name", "beginning"), DOWNGRADED.items())
 def test_what_means_nothing_to_users_is_information(shown, name, beginning):
     assert shown(name, f"{beginning} is so, by %s", "settings") == ["INFO"]
     assert shown(name, "%s matters", "another") == ["WARNING"]
@@ -77,7 +77,7 @@ def test_an_engine_that_ends_with_its_program_is_not_unexpected(shown, monkeypat
 def quoting(request, caplog, monkeypatch):
     """A logger whose messages quote clients, and what it shows."""
     name = getattr(request, "param", "vllm.renderers.chat_utils.chat_message")
-    leave_out_what_clients_wrote()
+    redact_client_text()
     caplog.set_level(logging.WARNING, name)
     logger = logging.getLogger(name)
     monkeypatch.setattr(logger, "propagate", False)
@@ -117,7 +117,7 @@ def test_addresses_of_images_are_not_logged(quoting):
     assert "sig=s" not in caplog.text and "attempt 1/3" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "beginnings"), QUOTING.items())
+@pytest.mark.parametrize(("name", "beginnings"), REDACTED.items())
 def test_vllm_has_the_messages_that_are_changed(name, beginnings):
     """Each logger has its module's name; uvicorn's have none, and are in its protocols."""
     module = "uvicorn.protocols.http.httptools_impl" if name.startswith("uvicorn") else name
@@ -130,6 +130,6 @@ def test_vllm_has_the_messages_that_are_changed(name, beginnings):
 def test_a_logger_changes_its_messages_once(quoting):
     logger, _ = quoting
     before = len(logger.filters)
-    leave_out_what_clients_wrote()
+    redact_client_text()
     assert len(logger.filters) == before
-    assert all(beginnings and all(beginnings) for beginnings in QUOTING.values())
+    assert all(beginnings and all(beginnings) for beginnings in REDACTED.values())

@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from vllm_metal.engine.spec_decode.registry import BY_NAME
 from vllm_metal.patches.vllm_patches.image_processors import readable
-from vllm_metal.patches.vllm_patches.model_info import ImageModel, TextModel, take_mlx_models
+from vllm_metal.patches.vllm_patches.model_info import ImageModel, TextModel, accept_mlx_models
 from vllm_metal.settings.architectures import WITH_IMAGES
 
 #: Fields that differ from those of vLLM's class, for whole kinds of architectures, with reasons.
@@ -236,7 +236,7 @@ def test_a_family_that_transformers_has_keeps_its_configuration():
 
 
 def test_configurations_of_families_that_transformers_lacks_are_read():
-    take_mlx_models()
+    accept_mlx_models()
     made = set()
     for name, config in FILES:
         kind = config["model_type"]

@@ -10,12 +10,12 @@ from fastapi import FastAPI
 from patches.vllm_patches.doubles import DeadEngine, serve_until_it_ends
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from vllm_metal.patches.vllm_patches.server_end import RETRY_AFTER_S, TurnAway, tell_how_servers_end
+from vllm_metal.patches.vllm_patches.server_end import RETRY_AFTER_S, TurnAway, set_server_exit
 
 NEW = [("GET", "/health"), ("POST", "/v1/completions"), ("POST", "/v1/responses")]
 OLD = [("GET", "/metrics"), ("GET", "/v1/responses/a"), ("POST", "/v1/responses/a/cancel")]
 
-tell_how_servers_end()
+set_server_exit()
 
 
 def test_a_server_without_its_engine_fails():

@@ -24,7 +24,7 @@ BODIES = {
 @pytest.fixture(scope="module", autouse=True)
 def changed():
     for _ in range(2):  # as where a process makes two servers
-        unknown_fields.tell_of_unknown_fields()
+        unknown_fields.report_unknown_fields()
 
 
 @pytest.fixture(scope="module")

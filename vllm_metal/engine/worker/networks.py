@@ -168,5 +168,5 @@ def _images(config: VllmConfig, target: ModelParts) -> ImageColumn | None:
     from vllm_metal.engine.vision import loading  # nothing of it where text is served
     from vllm_metal.patches.vllm_patches import model_info
 
-    model_info.answer_for_images()  # the scheduler, made behind this, asks for their processor
+    model_info.register_image_models()  # the scheduler, made behind this, asks for their processor
     return loading.load(config, target)

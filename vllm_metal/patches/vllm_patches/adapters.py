@@ -30,7 +30,7 @@ class _Contents(Protocol):
         """Makes the adapter's files be read again."""
 
 
-def know_by_content(make: Callable[[], _Contents]) -> None:
+def identify_by_content(make: Callable[[], _Contents]) -> None:
     """Makes engines identify adapters by the content of their files.
 
     Args:
@@ -67,7 +67,7 @@ def know_by_content(make: Callable[[], _Contents]) -> None:
     replace(kv_cache_utils, "_gen_lora_extra_hash_keys", _by_content)
 
 
-def answer_for_bad_adapters() -> None:
+def reject_bad_adapters() -> None:
     """Makes `/v1/load_lora_adapter` answer 400 if an adapter cannot be served."""
     # vLLM answers 500 to any error of the engine, and clients retry a 500.
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels

@@ -23,9 +23,9 @@ class CacheChanges:
     A key is the hash of the text up to a block's end plus the block's KV cache group.
     """
 
-    is_all: bool  # the cache was reset: it has no blocks but `come`
-    come: Mapping[bytes, int]  # key to block id; the blocks are full once the step is computed
-    gone: tuple[bytes, ...]  # keys of blocks that the step may write to
+    is_all: bool  # the cache was reset: it has no blocks but `added`
+    added: Mapping[bytes, int]  # key to block id; the blocks are full once the step is computed
+    removed: tuple[bytes, ...]  # keys of blocks that the step may write to
 
 
 class CachedBlocks:
@@ -49,8 +49,8 @@ class CachedBlocks:
         if not changed:
             return None
         blocks = {key: recording.get_one_block(key) for key in changed}
-        come = {key: block.block_id for key, block in blocks.items() if block is not None}
-        return CacheChanges(False, come, tuple(changed - come.keys()))
+        added = {key: block.block_id for key, block in blocks.items() if block is not None}
+        return CacheChanges(False, added, tuple(changed - added.keys()))
 
 
 class _RecordingMap(BlockHashToBlockMap):

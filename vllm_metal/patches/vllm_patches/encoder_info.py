@@ -53,7 +53,7 @@ class EncoderModel(_BaseRegisteredModel):
         )
 
 
-def answer_for_encoders() -> None:
+def register_encoders() -> None:
     """Registers the encoders that we serve, with the properties that vLLM reads."""
     # vLLM would import its own class, in a process of its own, only to ask for these facts: that
     # takes seconds at a first start.

@@ -12,10 +12,10 @@ from typing import Any
 from vllm_metal.patches.vllm_patches.replacing import replace
 
 #: Seconds between checks whether a queue was shut down.
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
-def hear_of_a_shutdown() -> None:
+def notice_queue_shutdown() -> None:
     """Makes readers of a remote message queue raise once the queue is shut down."""
     # Readers in shared memory do so already. An executor shuts its queues down if a rank ends, but
     # an engine that waits for a rank on a silent machine would never see that.
@@ -31,7 +31,7 @@ def _dequeue_until_shut_down(
         return dequeue(self, timeout, indefinite)
     ends = None if timeout is None else time.monotonic() + timeout
     while True:
-        rest = LOOK_S if ends is None else min(LOOK_S, ends - time.monotonic())
+        rest = POLL_INTERVAL_S if ends is None else min(POLL_INTERVAL_S, ends - time.monotonic())
         try:
             return dequeue(self, max(rest, 0.0), indefinite)
         except TimeoutError:

@@ -81,7 +81,7 @@ class Engine:
             loggers.record_sleep_state(asleep, level)
 
 
-def keep(
+def manage(
     make: Callable[[VllmConfig, Engine], SleepManager | None],
     refuse: Callable[[VllmConfig], None],
 ) -> None:
@@ -140,7 +140,7 @@ def _run_awake(run: Callable[..., Any], llm: Any, *args: Any, **options: Any) ->
     return run(llm, *args, **options)
 
 
-def is_kept(engine: Any) -> bool:
+def is_managed(engine: Any) -> bool:
     """Returns whether an engine has a sleep manager."""
     return hasattr(engine, _MANAGER)
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 #: An extension of a request's scope; its "call" ends the connection at once.
 HANG_UP = "vllm-metal.hang-up"
 #: Seconds for a request's headers, as in nginx (client_header_timeout).
-HEAD_S = 60.0
+HEADER_TIMEOUT_S = 60.0
 #: Seconds that a client may go on sending a body after its answer: enough to read the answer.
-AFTER_ANSWER_S = 5.0
+BODY_GRACE_S = 5.0
 #: Seconds that a client may read nothing of a pending answer, as in nginx (send_timeout).
-TAKE_S = 60.0
+SEND_TIMEOUT_S = 60.0
 #: Idle connections at a time, if half the file descriptors allow as many. The longest idle one is
 #: closed for a new one.
 MAX_IDLE = 1024
@@ -54,7 +54,7 @@ class LimitedHttp(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._set_timeout(HEAD_S)
+        self._set_timeout(HEADER_TIMEOUT_S)
         self._become_idle()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,7 +82,7 @@ class LimitedHttp(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {HANG_UP: {"call": self.transport.abort}}
         self._in_head, self._has_arrived = True, False
-        self._set_timeout(HEAD_S)
+        self._set_timeout(HEADER_TIMEOUT_S)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -106,7 +106,7 @@ class LimitedHttp(HttpToolsProtocol):
         if not self.transport.is_closing() and self.cycle.response_complete:
             self._become_idle()  # otherwise the next request has already arrived
         if not self._has_arrived:
-            self._set_timeout(AFTER_ANSWER_S)
+            self._set_timeout(BODY_GRACE_S)
         if self.transport.get_write_buffer_size():
             self._watch_for_stall()
 
@@ -130,7 +130,7 @@ class LimitedHttp(HttpToolsProtocol):
         # A client that reads nothing between two looks is disconnected.
         if self._stall_timer is None:
             left = self.transport.get_write_buffer_size()
-            self._stall_timer = self.loop.call_later(TAKE_S, self._check_stall, left)
+            self._stall_timer = self.loop.call_later(SEND_TIMEOUT_S, self._check_stall, left)
 
     def _check_stall(self, before: int) -> None:
         self._stall_timer = None

@@ -35,7 +35,7 @@ def set_owner(owner: str) -> None:
     _OWNER.set(owner)
 
 
-def keep_apart() -> None:
+def separate_owners() -> None:
     """Names each image of a request with an owner by an HMAC-SHA256 whose key is the owner.
 
     The owner is that of `set_owner`, or else `cache_salt`; with neither, vLLM's names are kept.

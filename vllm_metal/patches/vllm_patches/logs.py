@@ -11,7 +11,7 @@ import threading
 import traceback
 
 #: Text of warnings that users can do nothing about, by logger.
-UNHELPFUL = {
+SUPPRESSED = {
     # The engine's process checks the configuration a second time, and mistakes the platform's own
     # settings (MetalPlatform.apply_config_platform_defaults) for the user's.
     "vllm.config.vllm": (
@@ -27,7 +27,7 @@ UNHELPFUL = {
     "transformers.utils.import_utils": ("requires torchvision (not installed)",),
 }
 #: Text of warnings that are no news after a good start: logged as information, to the file.
-LESSENED = {
+DOWNGRADED = {
     # Defaults for requests, which `serving.parsers` logs once.
     "vllm.config.model": "Default vLLM sampling parameters have been overridden",
     # The connector is this project's, and made for the tested release of vLLM.
@@ -41,7 +41,7 @@ _CLIENT, _ENDED = "vllm.v1.engine.core_client", "engine core exited unexpectedly
 
 #: How messages begin in which vLLM and uvicorn quote clients, by logger: names of models and
 #: tools, ids, parts of content, and errors that quote their input.
-QUOTING = {
+REDACTED = {
     "uvicorn.error": ("Exception in ASGI application",),
     "vllm.connections": ("HTTP fetch failed",),  # addresses may be signed
     "vllm.entrypoints.anthropic.api_router": ("Error in ",),
@@ -63,16 +63,16 @@ _LEFT_OUT = "(left out)"
 
 
 def drop_unhelpful_warnings() -> None:
-    """Drops the warnings of UNHELPFUL, and logs those of LESSENED as information."""
-    for name in (*UNHELPFUL, *LESSENED, _CLIENT):
+    """Drops the warnings of SUPPRESSED, and logs those of DOWNGRADED as information."""
+    for name in (*SUPPRESSED, *DOWNGRADED, _CLIENT):
         logging.getLogger(name).addFilter(_is_helpful)  # adding the same filter twice is a no-op
 
 
 def _is_helpful(record: logging.LogRecord) -> bool:
     text = str(record.msg)
-    if any(unhelpful in text for unhelpful in UNHELPFUL.get(record.name, ())):
+    if any(warning in text for warning in SUPPRESSED.get(record.name, ())):
         return False
-    if (lessened := LESSENED.get(record.name)) and lessened in text and not _has_few_files(record):
+    if (warning := DOWNGRADED.get(record.name)) and warning in text and not _has_few_files(record):
         record.levelno, record.levelname = logging.INFO, "INFO"
     # Engines end with the program that uses them, while its other threads still run.
     return not (
@@ -85,17 +85,17 @@ def _has_few_files(record: logging.LogRecord) -> bool:
     return isinstance(limit, int) and limit < _ENOUGH_FILES
 
 
-def leave_out_what_clients_wrote() -> None:
-    """Removes clients' text from log messages listed in QUOTING, and reduces errors to their types.
+def redact_client_text() -> None:
+    """Removes clients' text from log messages in REDACTED, and reduces errors to their types.
 
     Clients get the full messages. Numbers and tracebacks are still logged.
     """
-    for name in QUOTING:
+    for name in REDACTED:
         logging.getLogger(name).addFilter(_leave_out_quotes)
 
 
 def _leave_out_quotes(record: logging.LogRecord) -> bool:
-    if str(record.msg).startswith(QUOTING.get(record.name, ())):
+    if str(record.msg).startswith(REDACTED.get(record.name, ())):
         args = record.args if isinstance(record.args, tuple) else (record.args,)
         if record.args:
             record.args = tuple(a if isinstance(a, int | float) else _LEFT_OUT for a in args)

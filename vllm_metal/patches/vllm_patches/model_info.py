@@ -161,7 +161,7 @@ class ImageModel(TextModel):
     def load_model_cls(self) -> Any:
         """vLLM's class, used only for its image processor."""
         refuse_bombs()
-        image_names.keep_apart()
+        image_names.separate_owners()
         with readable():
             own: Any = self.own.load_model_cls()
         if self.architecture in IMAGES_ALONE:
@@ -177,7 +177,7 @@ def _images_alone(
     return {name: n for name, n in ask(self, *args, **options).items() if name == "image"}
 
 
-def answer_for_models() -> None:
+def register_models() -> None:
     """Registers all architectures of text models and draft heads, and those with images.
 
     Otherwise vLLM imports its own class in a new process to read these properties. That takes
@@ -193,7 +193,7 @@ def answer_for_models() -> None:
     ours = {*listed, *TEXT_PARTS, *BY_TRANSFORMERS, *DROPPED_HEADS.values(), MLX_MODEL} - MULTIMODAL
     ModelRegistry.models.update({name: TextModel(name) for name in sorted(ours)})
     _answer_for_decoders_that_pool(ours)
-    answer_for_images()
+    register_image_models()
 
 
 def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
@@ -211,7 +211,7 @@ def _answer_for_decoders_that_pool(text_models: Container[str]) -> None:
                 ModelRegistry.models[pooling] = TextModel(pooling, name)
 
 
-def answer_for_images() -> None:
+def register_image_models() -> None:
     """Registers the architectures whose images are served.
 
     Call it also in an engine's own process, where the scheduler uses their image processor.
@@ -232,7 +232,7 @@ def _with_a_class_for_images_only(ask: Callable[[ModelConfig], bool], self: Mode
     return ask(self)
 
 
-def take_mlx_models() -> None:
+def accept_mlx_models() -> None:
     """Makes transformers read the config.json of families that only MLX has, as MLX_MODEL.
 
     Also registers draft heads that vLLM dropped, and MTP layers that mlx-vlm split off. The state

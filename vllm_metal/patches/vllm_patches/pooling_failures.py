@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import OutputProcessorOutput
 
 
-def tell_pooling_failures() -> None:
+def report_pooling_failures() -> None:
     """Turns an engine's failure of a pooling request into an error of that request."""
     # vLLM handles one such failure, of images. Any other has no result, and vLLM takes a request
     # without one for a generating request: the front end ends, and all requests with it.

@@ -27,7 +27,7 @@ OURS = frozenset(
 )
 
 
-def take_out_ours() -> None:
+def allow_supported_features() -> None:
     """Removes OURS from vLLM's lists of features that its model runners (V1 and V2) lack.
 
     vLLM checks the lists in every process that makes or unpacks a configuration, right after the

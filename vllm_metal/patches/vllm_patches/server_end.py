@@ -30,7 +30,7 @@ _STOPPING = {
 }
 
 
-def tell_how_servers_end() -> None:
+def set_server_exit() -> None:
     """Makes a server exit with 1 if its engine died, and reject requests while it stops.
 
     Call this where uvicorn is loaded.

@@ -156,7 +156,7 @@ def ignore_ctrl_c() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def tell_a_stop_from_a_failure() -> None:
+def silence_stopped_engines() -> None:
     """Makes vLLM's server not log the end of an engine that it stopped itself.
 
     Call this once vLLM is loaded.

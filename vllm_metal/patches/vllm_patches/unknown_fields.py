@@ -66,7 +66,7 @@ _LOGGED: set[str] = set()
 _ignored: ContextVar[dict[str, None] | None] = ContextVar("ignored", default=None)
 
 
-def tell_of_unknown_fields() -> None:
+def report_unknown_fields() -> None:
     """Makes vLLM's request classes record unknown fields, and reject some that other servers know.
 
     Call it before vLLM's routes are made, which copy the classes' schemas.

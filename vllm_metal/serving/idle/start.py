@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 def keep_engines() -> None:
     """Gives each engine that is created later a Sleeper, if its settings have `idle_sleep`."""
-    engine_sleep.keep(_make_sleeper, _refuse_without_a_loop)
+    engine_sleep.manage(_make_sleeper, _refuse_without_a_loop)
 
 
 def around(app: ASGIApp, state: Any) -> ASGIApp:
     """Wraps vLLM's application so that it returns 503 if its engine cannot wake up."""
-    return Unavailable(app) if engine_sleep.is_kept(state.engine_client) else app
+    return Unavailable(app) if engine_sleep.is_managed(state.engine_client) else app
 
 
 def _make_sleeper(config: VllmConfig, engine: engine_sleep.Engine) -> Sleeper | None:
