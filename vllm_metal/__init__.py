@@ -46,10 +46,10 @@ def _report_unused_plugin() -> None:
     import os
     import sys
 
-    from vllm_metal.settings.envs import is_left_to_cpus
+    from vllm_metal.settings.envs import is_cpu_only_linux
 
     # Only if the user has not chosen a device and vLLM finds no accelerator of its own.
-    if "VLLM_METAL_DEVICE" not in os.environ and is_left_to_cpus():
+    if "VLLM_METAL_DEVICE" not in os.environ and is_cpu_only_linux():
         print(
             "vllm-metal: this is no Mac, so vLLM's own CPU platform serves: set "
             "VLLM_METAL_DEVICE=cpu to serve with MLX",

@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from metal_kernels.paged_attention.splits import WHOLE
-from vllm_metal.settings.additional_config import LEAST_SPLIT, VLLM_KEYS, AdditionalConfig
+from vllm_metal.settings.additional_config import MIN_SPLIT, VLLM_KEYS, AdditionalConfig
 
 DIR = {"prefix_cache_dir": "/cache"}
 
@@ -73,7 +73,7 @@ def test_the_cache_on_disk(monkeypatch, tmp_path):
 
 
 def test_parts_that_can_be_asked_for_are_those_that_kernels_can_have():
-    assert read({"fixed_splits": LEAST_SPLIT}).fixed_splits == WHOLE
+    assert read({"fixed_splits": MIN_SPLIT}).fixed_splits == WHOLE
     assert read({"fixed_splits": 1040}).fixed_splits == 1040
     assert read({"fixed_splits": None}).fixed_splits is None
 

@@ -251,7 +251,7 @@ def _check_parser(option: str, given: str | None, manager: Any) -> None:
     if given and given not in known:
         raise ValueError(
             f"{option}={given} is not supported: leave it out to use the model's own"
-            + values.nearest(given, known)
+            + values.did_you_mean(given, known)
         )
 
 
@@ -297,7 +297,7 @@ def _check_speculation(given: Mapping[str, Any]) -> None:
     option = "--speculative-config"
     for key in given:
         if key not in SpeculativeConfig.__dataclass_fields__:
-            near = values.nearest(key, SpeculativeConfig.__dataclass_fields__)
+            near = values.did_you_mean(key, SpeculativeConfig.__dataclass_fields__)
             raise ValueError(f"{option} has no key {key!r}{near}")
     if method is not None and method not in SPECULATIVE_METHODS and not _is_known_later(method):
         choices = ", ".join(SPECULATIVE_METHODS)

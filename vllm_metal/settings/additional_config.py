@@ -30,7 +30,7 @@ _METAL_STEP_MS = 60.0  # 16 tokens/s per stream, about reading speed
 
 #: Minimum of fixed_splits, and the step of its values: the kernels walk contexts in strips of up to
 #: 16 keys.
-LEAST_SPLIT = 256
+MIN_SPLIT = 256
 _SPLIT_STEP = 16
 
 
@@ -44,9 +44,9 @@ def _milliseconds(value: Any) -> float | None:
 
 
 def _fixed_splits(value: Any) -> int | None:
-    wanted = f"a multiple of {_SPLIT_STEP} from {LEAST_SPLIT} on, or null for what fits each step"
+    wanted = f"a multiple of {_SPLIT_STEP} from {MIN_SPLIT} on, or null for what fits each step"
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if value is None or (whole and value >= LEAST_SPLIT and value % _SPLIT_STEP == 0):
+    if value is None or (whole and value >= MIN_SPLIT and value % _SPLIT_STEP == 0):
         return value
     raise ValueError(f"must be {wanted}, not {value!r}")
 
@@ -104,7 +104,7 @@ _READERS: Mapping[str, values.Reader] = {
     "prefix_cache_salt_key": values.path,
 }
 #: Maps deprecated key names, accepted with a warning, to current ones.
-RENAMED = {"normalise_prompts": "normalize_prompts"}
+DEPRECATED_KEYS = {"normalise_prompts": "normalize_prompts"}
 #: Keys that configure the cache on disk.
 PREFIX_CACHE_KEYS = tuple(key for key in _READERS if key.startswith("prefix_cache"))
 
@@ -171,13 +171,15 @@ class AdditionalConfig:
                 f"{type(given).__name__}"
             )
         ours = {key: value for key, value in given.items() if key not in VLLM_KEYS}
-        for old in RENAMED.keys() & ours.keys():
-            if RENAMED[old] in ours:
-                raise ValueError(f"{OPTION} has {old!r} and {RENAMED[old]!r}: leave out the first")
+        for old in DEPRECATED_KEYS.keys() & ours.keys():
+            if DEPRECATED_KEYS[old] in ours:
+                raise ValueError(
+                    f"{OPTION} has {old!r} and {DEPRECATED_KEYS[old]!r}: leave out the first"
+                )
             logger.warning_once(
-                "%s: %r was renamed to %r; use the new name", OPTION, old, RENAMED[old]
+                "%s: %r was renamed to %r; use the new name", OPTION, old, DEPRECATED_KEYS[old]
             )
-            ours[RENAMED[old]] = ours.pop(old)
+            ours[DEPRECATED_KEYS[old]] = ours.pop(old)
         found = AdditionalConfig(**values.read(ours, _READERS, OPTION))
         alone = [key for key in PREFIX_CACHE_KEYS if key in given]
         if alone and found.prefix_cache_dir is None:

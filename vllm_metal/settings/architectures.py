@@ -37,7 +37,7 @@ WITH_IMAGES = (
     "Qwen3_5MoeForConditionalGeneration",
 )
 #: Models for which vLLM also accepts video and audio; this plugin has a tower for images only.
-IMAGES_ALONE = frozenset({"Gemma4ForConditionalGeneration"})
+IMAGES_ONLY = frozenset({"Gemma4ForConditionalGeneration"})
 #: vLLM's generic classes for text models that only transformers implements.
 BY_TRANSFORMERS = ("TransformersForCausalLM", "TransformersMoEForCausalLM")
 #: Maps method (also the `model_type`) to architecture of the draft heads that vLLM 0.33 dropped.

@@ -56,11 +56,11 @@ def _vllm_is_python_only() -> bool:
 
 def choose_device() -> None:
     """Sets ``VLLM_METAL_DEVICE=cpu`` on Linux if it is unset and nothing else can serve."""
-    if "VLLM_METAL_DEVICE" not in os.environ and is_left_to_cpus():
+    if "VLLM_METAL_DEVICE" not in os.environ and is_cpu_only_linux():
         os.environ["VLLM_METAL_DEVICE"] = "cpu"
 
 
-def is_left_to_cpus() -> bool:
+def is_cpu_only_linux() -> bool:
     """Whether this is a Linux machine without an accelerator known to vLLM."""
     return sys.platform == "linux" and not any(
         found for pattern in _ACCELERATORS for found in Path("/").glob(pattern)

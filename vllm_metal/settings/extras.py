@@ -23,7 +23,7 @@ PACKAGES = {
 }
 #: Extras installed with --no-deps: their packages declare far more than the modules used here
 #: import.
-ALONE = ("vlm",)
+NO_DEPS = ("vlm",)
 #: Extras that are folders of the clone and not part of the wheel.
 FOLDERS = {"interpreter": "interpreter"}
 #: The compiler that runs kernels on a CPU, from the extra `interpreter`.
@@ -35,7 +35,7 @@ CLONE = Path(__file__).parents[2]  # or site-packages, which holds no such folde
 def install_advice(extra: str) -> str:
     """Returns the command that installs an extra, a key of `PACKAGES` or `FOLDERS`."""
     if extra not in FOLDERS:
-        return pip_install(*(["--no-deps"] if extra in ALONE else []), *PACKAGES[extra])
+        return pip_install(*(["--no-deps"] if extra in NO_DEPS else []), *PACKAGES[extra])
     folder = CLONE / FOLDERS[extra]
     if (folder / "pyproject.toml").is_file():
         return pip_install(str(folder))

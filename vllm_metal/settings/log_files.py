@@ -12,7 +12,7 @@ from pathlib import Path
 
 from metal_kernels.cache import cache_dir
 
-KEPT = 10  # number of most recent logs
+MAX_LOGS = 10  # number of most recent logs
 _EARLIER = ".old"  # replaces .log in the name of a rotated log
 _MOST_BYTES = 50_000_000  # of a log before it is rotated: some 500,000 requests
 
@@ -47,7 +47,7 @@ def begin(kind: str) -> Path:
     """Creates an empty log that only its owner can read, and deletes the oldest ones."""
     folder().mkdir(mode=0o700, parents=True, exist_ok=True)
     logs = sorted(folder().glob("*-*.log"), key=lambda path: path.stat().st_mtime)
-    for log in [log for log in logs if not _is_in_use(log)][: -KEPT + 1 or None]:
+    for log in [log for log in logs if not _is_in_use(log)][: -MAX_LOGS + 1 or None]:
         for suffix in (".log", ".json", _EARLIER):
             log.with_suffix(suffix).unlink(missing_ok=True)
     path = folder() / f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"

@@ -36,7 +36,7 @@ def read(given: Mapping[str, Any], readers: Mapping[str, Reader], where: str) ->
 
 def _read_one(key: str, value: Any, readers: Mapping[str, Reader], where: str) -> Any:
     if key not in readers:
-        meant = nearest(str(key), map(repr, readers))
+        meant = did_you_mean(str(key), map(repr, readers))
         raise ValueError(f"{where} has no key {key!r} (known: {known(readers)}){meant}")
     try:
         return readers[key](value)
@@ -44,7 +44,7 @@ def _read_one(key: str, value: Any, readers: Mapping[str, Reader], where: str) -
         raise ValueError(f"{where} {key!r} {error}") from error
 
 
-def nearest(given: str, names: Iterable[str]) -> str:
+def did_you_mean(given: str, names: Iterable[str]) -> str:
     """Returns a "did you mean" suffix with the most similar name; "" if none is similar."""
     close = get_close_matches(given, list(names), n=1)
     return f"; did you mean {close[0]}?" if close else ""

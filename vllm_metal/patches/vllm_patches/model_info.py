@@ -24,7 +24,7 @@ from vllm_metal.patches.vllm_patches.replacing import replace
 from vllm_metal.settings.architectures import (
     BY_TRANSFORMERS,
     DROPPED_HEADS,
-    IMAGES_ALONE,
+    IMAGES_ONLY,
     MTP_DEPTHS,
     MULTIMODAL,
     SPLIT_MTP,
@@ -164,7 +164,7 @@ class ImageModel(TextModel):
         image_names.separate_owners()
         with readable():
             own: Any = self.own.load_model_cls()
-        if self.architecture in IMAGES_ALONE:
+        if self.architecture in IMAGES_ONLY:
             info = own._processor_factory.info
             replace(info, "get_supported_mm_limits", _images_alone)
             replace(info, "get_mm_max_tokens_per_item", _images_alone)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from vllm_metal.settings.values import nearest
+from vllm_metal.settings.values import did_you_mean
 
 _INVALID = re.compile(r"argument (\S+): invalid (\w+) value: '(.*)'", re.DOTALL)
 _NO_CHOICE = re.compile(r"argument (\S+): invalid choice: '?(.*?)'? \(choose from .*", re.DOTALL)
@@ -127,11 +127,13 @@ def _explain_choices(
         name, given = given, ""
     known = [str(choice) for choice in getattr(action, "choices", None) or ()]
     if isinstance(action, argparse._SubParsersAction):
-        return f"there is no command {name}" + (nearest(name, known) or f": {', '.join(known)}")
+        return f"there is no command {name}" + (
+            did_you_mean(name, known) or f": {', '.join(known)}"
+        )
     known = list(served.get(name, known))
     refusal = f"{name}={given} is not supported" if given else f"{name} is not supported"
     if len(known) > _MOST_CHOICES:
-        return f"{refusal}{nearest(given, known)} `vllm serve --help={name}` lists what is"
+        return f"{refusal}{did_you_mean(given, known)} `vllm serve --help={name}` lists what is"
     return f"{refusal}: choose one of {', '.join(known)}"
 
 
@@ -141,7 +143,7 @@ def _explain_unknown(parser: argparse.ArgumentParser, arguments: str) -> str:
     for given in arguments.split():
         if not given.startswith("-"):
             continue
-        line += nearest(given.partition("=")[0], options)
+        line += did_you_mean(given.partition("=")[0], options)
     return line
 
 
