@@ -30,17 +30,17 @@ class Exchange:
         deadline: Deadline,
         *,
         style: Style,
-        x_cache: str | None = None,
-        record_bytes: int = 0,
-        on_too_long: Callable[[], None] | None = None,
+        x_cache: str | None,
+        record_bytes: int,
+        on_too_long: Callable[[], None] | None,
     ) -> None:
         """
         Args:
             body: body to send to vLLM.
-            x_cache: value of the response's X-Cache header, if any.
+            x_cache: value of the response's X-Cache header; None: no such header.
             record_bytes: most bytes of a response to record and to buffer for a slow client; 0:
                 nothing is recorded, and vLLM waits for the client.
-            on_too_long: called when a response is longer than `record_bytes`.
+            on_too_long: called when a response is longer than `record_bytes`; None: no call.
         """
         self._body: bytes | None = body
         self._deadline, self._x_cache, self._style = deadline, x_cache, style
