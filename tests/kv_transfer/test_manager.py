@@ -2,6 +2,7 @@
 """What the scheduler is told of the disk: whose pages are found, and which are worth writing."""
 
 import os
+import threading
 from dataclasses import replace
 from threading import Event
 
@@ -86,6 +87,20 @@ def test_nothing_is_found_or_stored_before_the_worker_has_a_store(store, view):
     manager.open({"disk": view}, None)
     assert found(manager, keys[0], context) is HIT
     assert manager.get_load_source(keys[0], context) is CacheHitSource.DISK
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_view_lists_its_folder_until_it_is_closed(store, view, closed):
+    (key,) = keys_of("a").keys
+    write(store, [key])
+    if closed:
+        view.close()
+    lookup = view.look_up("shared", list, None)
+    listing = lookup.listing()
+    for thread in threading.enumerate():
+        if thread.name == "prefix-cache-list":
+            thread.join()
+    assert listing.knows(key) is not closed and lookup.contains(key)
 
 
 def test_a_salt_of_a_client_s_own_finds_nothing_and_leaves_nothing(manager, store):

@@ -48,6 +48,7 @@ from vllm_metal.kv_transfer.peer.messages import (
     decode,
     encode,
 )
+from vllm_metal.kv_transfer.peer.served_pages import ServedPages
 from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.kv_transfer.peer.wire import PeerDown
 from vllm_metal.settings.address import Address
@@ -219,6 +220,24 @@ def test_a_client_that_is_killed_holds_nothing(make_server, export_cache, start_
     assert export_cache.stats().leased_bytes == 5000
     child.send_signal(signal.SIGKILL)
     wait_until(lambda: export_cache.stats().leased_bytes == 0 and not server.num_connections)
+
+
+def test_pages_that_come_for_a_fetch_are_leased_until_they_are_sent_or_it_ends(export_cache):
+    """Of the rest of a fetch that breaks off nothing is held."""
+
+    class Pool:
+        """Its pages are in the export cache as soon as they are wanted."""
+
+        def want(self, keys, expect):
+            fill(export_cache, {key: pages[key] for key in keys})
+
+    pages = make_pages(3, 1000)
+    served = ServedPages(export_cache, Pool(), CALM)
+    with served.brought(1, list(pages), lambda: True) as give:
+        assert export_cache.stats().leased_bytes == 3000
+        give(next(iter(pages)))
+        assert export_cache.stats().leased_bytes == 2000
+    assert export_cache.stats().leased_bytes == 0 and export_cache.stats().pages == 3
 
 
 def test_who_waits_hears_of_it(make_server, export_cache):
