@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 from engine.config_json.real_configs import CONFIGS, FILES, WINDOWS
 
-from vllm_metal.engine.config_json import config_keys, published_config
+from vllm_metal.engine.config_json import config_keys, published_config, rope_keys
 from vllm_metal.engine.pooling.encoders import served
 from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.patches.mlx_patches import registry
@@ -242,6 +242,13 @@ def test_parameters_of_a_rope_are_read_or_refused(rope, lost, key):
         read(config | {key: rope | lost})
     # The loader makes one rope of both keys.
     assert pasted(error) == {"rope_parameters": rope | {name: None}}
+
+
+@pytest.mark.parametrize("module", ["muse_spark", "llama"])
+def test_a_rope_without_a_type_is_a_plain_one(module):
+    assert (
+        rope_keys.unread({"rope_parameters": {"rope_theta": 1e4}}, module, "rope_parameters") == {}
+    )
 
 
 def test_one_error_names_all_and_the_flag_that_takes_them_away():

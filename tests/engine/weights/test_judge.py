@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from vllm_metal.engine.weights.files import arrays_of, headers
 from vllm_metal.engine.weights.judge import plan_of
 from vllm_metal.engine.weights.packed import Packed
+from vllm_metal.engine.weights.quantization import Quantization
 from vllm_metal.identity.model_files import ModelLoadError
 
 #: Sizes that the formats' own writers take: rows that are no multiple of a block, odd numbers of
@@ -86,6 +87,8 @@ def test_what_a_folder_says_is_found_wherever_it_stands(tmp_path, place):
         said.pop("quant_method")
         beside = {"producer": {"name": "modelopt"}, "quantization": said}
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    read = Quantization.read(config, tmp_path)
+    assert read is not None and read.method == FORMATS[form].quantization["quant_method"]
     found = headers(tmp_path)
     plan = plan_of(config, found, tmp_path)
     weight = plan.converted(arrays_of(found), mx.float32)[f"{NAME}.weight"]

@@ -112,12 +112,17 @@ def test_old_names_and_prefixes_are_read(made, tmp_path):
     assert np.allclose(states, checkpoints.hidden_states(reference, text), atol=1e-4)
 
 
-def test_files_of_before_say_the_angles_of_modernbert(made, tmp_path):
-    """transformers 4 wrote two keys for what 5 writes in `rope_parameters`."""
+@pytest.mark.parametrize("every", [1, 2])
+def test_files_of_before_say_the_angles_of_modernbert(made, tmp_path, every):
+    """transformers 4 wrote two keys for what 5 writes in `rope_parameters`.
+
+    With `every` 1 no layer has a window.
+    """
     _, folder = made("ModernBertModel")
     config = json.loads((folder / "config.json").read_text())
     del config["rope_parameters"], config["layer_types"]
-    old = {"global_rope_theta": 700.0, "local_rope_theta": 30.0, "global_attn_every_n_layers": 2}
+    old = {"global_rope_theta": 700.0, "local_rope_theta": 30.0}
+    old["global_attn_every_n_layers"] = every
     reference = checkpoints.make("ModernBertModel", tmp_path, **old)
     (tmp_path / "config.json").write_text(json.dumps(config | old))
     encoder, _ = load(tmp_path, "ModernBertModel")

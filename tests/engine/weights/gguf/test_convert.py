@@ -23,6 +23,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from vllm_metal.engine.weights import gguf_model
 from vllm_metal.engine.weights.gguf import ConversionError, ConvertOptions, convert
 
 # All sizes differ, so that a transposed or swapped tensor cannot pass unseen.
@@ -333,8 +334,10 @@ def test_the_dtype_is_that_of_the_file_unless_named(tmp_path: Path) -> None:
     assert dtype("llama", lambda _: Kind.BF16, dtype="float32") == "float32"
 
 
-def test_end_tokens_of_both_kinds_stop_generation(tmp_path: Path) -> None:
-    out = convert(write_gguf(tmp_path / "m.gguf", "llama"), tmp_path / "out")
+@pytest.mark.parametrize("how", ["converted", "served"])
+def test_end_tokens_of_both_kinds_stop_generation(tmp_path: Path, how: str) -> None:
+    path, out = write_gguf(tmp_path / "m.gguf", "llama"), tmp_path / "out"
+    out = convert(path, out) if how == "converted" else gguf_model.folder_of(path, out, "8bit")
     generation = json.loads((out / "generation_config.json").read_text())
     assert generation == {"pad_token_id": 0, "eos_token_id": [1, 0]}
 
