@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_metal.engine.batch.requests import BlockTables, Requests
-from vllm_metal.engine.spec_decode.adaptive import DraftLengths
+from vllm_metal.engine.spec_decode.adaptive import AdaptiveDraftLengths, DraftLengths
 from vllm_metal.engine.spec_decode.proposer import Drafts, Proposer
 from vllm_metal.engine.spec_decode.speculator import Speculator
 from vllm_metal.engine.spec_decode.suffix import SuffixOptions, SuffixProposer
@@ -86,6 +86,18 @@ def test_drafts_for_the_scheduler_are_within_it_too():
     )
     found = speculator.drafts_after(batch)
     assert found == {"r0": [10, 11], "r1": [10, 11], "r2": [10]}
+
+
+def test_another_request_in_a_request_index_starts_afresh():
+    lengths, both = AdaptiveDraftLengths(K, 2), np.array([0, 1])
+    speculator = Speculator(Known(2), Counting(), lengths, K)
+    for _ in range(50):
+        lengths.observe_drafts(both, np.array([K, K]), np.array([0, K]))
+    unpredictable, predictable = lengths.limits(both, 0)
+    for req_idx in both:
+        speculator.leave(int(req_idx))
+    first, second = lengths.limits(both, 0)
+    assert unpredictable < first == second <= predictable
 
 
 def test_past_outputs_are_drafts_for_requests_of_the_same_salt():
