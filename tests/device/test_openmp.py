@@ -58,7 +58,8 @@ def test_a_process_that_was_started_without_the_settings(exported, added, tmp_pa
         text=True,
     )
     held, of_openmp, product = done.stdout.split()  # threads of Python's, and of teams that wait
-    assert (int(held), int(of_openmp) > 0, product) == (added, added > 0, "300.0"), done.stderr
+    # One idle thread for torch's library, one for its copy.
+    assert (int(held), int(of_openmp), product) == (added, 2 * added, "300.0"), done.stderr
 
 
 @pytest.mark.parametrize(

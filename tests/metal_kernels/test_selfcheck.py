@@ -150,6 +150,13 @@ def test_a_rotation_keeps_its_form_as_json():
 
 
 @pytest.mark.parametrize(
+    ("part", "named"), [({"window": 9}, "window 9"), ({"softcap": 2.5}, "soft cap 2.5")]
+)
+def test_a_case_names_what_sets_it_apart(part, named):
+    assert str(replace(PLAIN, **part)) == f"{PLAIN}, {named}"
+
+
+@pytest.mark.parametrize(
     ("heads", "kv_heads", "size"),
     [
         (32, 32, 128),

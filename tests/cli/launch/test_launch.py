@@ -23,8 +23,9 @@ from types import SimpleNamespace
 
 import pytest
 from cli.vllm_double import write_vllm
+from vllm.entrypoints.common.cli_args import FrontendArgs
 
-from vllm_metal.cli import listeners
+from vllm_metal.cli import listeners, options
 from vllm_metal.cli import main as cli
 from vllm_metal.cli.fit.known import KNOWN
 from vllm_metal.cli.fit.machine import Machine
@@ -291,6 +292,10 @@ def test_a_port_is_a_ports_number(capsys):
     with pytest.raises(SystemExit):
         cli.main(["launch", "claude", "--port", "70000"])
     assert "'70000' is not a port" in capsys.readouterr().err
+
+
+def test_the_port_is_by_default_that_of_vllm_serve():
+    assert options.parser().parse_args(["launch", "claude"]).port == FrontendArgs.port
 
 
 def run_here(line, **_):

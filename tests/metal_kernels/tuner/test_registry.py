@@ -191,6 +191,8 @@ def test_every_choice_runs_on_a_layer(choice, monkeypatch):
     assert 0 < len(stopwatch.timings) <= 24
     by_mlx = {prompt_rows.CHOICE: {False}, force_fused.CHOICE: {False, True}}
     assert forced == by_mlx.get(choice, set())
+    if choice is force_fused.CHOICE:  # by the longest of the layer's prompts
+        assert {timing.arm.split(",")[0] for timing in stopwatch.timings} == {"24 rows"}
 
 
 def test_choices_are_left_where_there_is_nothing_to_choose():
