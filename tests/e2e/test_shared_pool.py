@@ -130,7 +130,7 @@ def test_pins_hold_what_was_found_and_give_way_to_requests(tiny):
         pair.ask(0, prompt)
         asker = peer_store(pair[1]).clients.at(peer_store(pair[0]).handshake)
         keys = [*peer_store(pair[0]).shared_pool.keys]
-        found = asker.ask(keys)
+        found = asker.lookup(keys)
         assert found == set(keys) and len(found) == 6
         while pins(pair[0]) < 6:
             pair.step()

@@ -100,7 +100,7 @@ def test_a_view_lists_its_folder_until_it_is_closed(store, view, closed):
     for thread in threading.enumerate():
         if thread.name == "prefix-cache-list":
             thread.join()
-    assert listing.knows(key) is not closed and lookup.contains(key)
+    assert listing.is_listed(key) is not closed and lookup.contains(key)
 
 
 def test_a_salt_of_a_client_s_own_finds_nothing_and_leaves_nothing(manager, store):

@@ -233,7 +233,7 @@ def test_pages_that_come_for_a_fetch_are_leased_until_they_are_sent_or_it_ends(e
 
     pages = make_pages(3, 1000)
     served = ServedPages(export_cache, Pool(), CALM)
-    with served.brought(1, list(pages), lambda: True) as give:
+    with served.export_pages(1, list(pages), lambda: True) as give:
         assert export_cache.stats().leased_bytes == 3000
         give(next(iter(pages)))
         assert export_cache.stats().leased_bytes == 2000
