@@ -5,6 +5,8 @@ Each is served in float32, in chunks of a few tokens, with drafts of which most 
 blocks for few of the requests that run at once, then again from the prefix cache.
 """
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -41,11 +43,14 @@ TOLD = {
     "accepted": "vllm:spec_decode_num_accepted_tokens",
     "preemptions": "vllm:num_preemptions",
     "hits": "vllm:prefix_cache_hits",
+    "read": "vllm:metal_table_read_bytes",
 }
 #: Windows and a soft cap, in two groups of layers.
 QUICK = ("gemma2",)
 #: Files that mlx-lm's module cannot read: it has packed weights only.
 UNREAD = ("bitnet",)
+#: Tables of per-layer embeddings.
+WITH_TABLES = ("gemma3n_text", "gemma4_text")
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in (*QUICK, *UNREAD)
 ]
@@ -99,14 +104,23 @@ def give_back(llm, blocks):
     llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool.free_blocks(blocks)
 
 
-@pytest.mark.parametrize("name", [*QUICK, *SLOW])
-def test_log_probabilities_equal_transformers(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *itertools.product(QUICK, ["memory"]),
+        *(pytest.param(*case.values, "memory", marks=case.marks) for case in SLOW),
+        *itertools.product(WITH_TABLES, ["disk"]),
+    ],
+)
+def test_log_probabilities_equal_transformers(name, place, tmp_path):
     model = make(FAMILIES[name])
     folder, worst, seen = write(model, tmp_path / "model"), 0.0, set()
     prompts = [{"prompt_token_ids": prompt} for prompt in prompts_of()]
     told = {"temperature": 1.0, "seed": 3, "max_tokens": NUM_TOKENS, "ignore_eos": True}
     told |= {"logprobs": VOCAB, "detokenize": False}
-    with engine(folder, num_gpu_blocks_override=100, **OPTIONS) as llm:
+    options = OPTIONS | {"additional_config": {"embedding_tables": place}}
+    options["additional_config"] |= OPTIONS["additional_config"]
+    with engine(folder, num_gpu_blocks_override=100, **options) as llm:
         taken = leave_few_blocks(llm, prompts[2], SamplingParams(**told))
         # A request that asks for its prompt's takes nothing from the cache.
         for turn, of_prompt in enumerate((VOCAB, None, None)):
@@ -125,6 +139,7 @@ def test_log_probabilities_equal_transformers(name, tmp_path):
     assert worst <= TOLERANCE
     assert counted["drafted"] > counted["accepted"]
     assert counted["preemptions"] > 0 and counted["hits"] > 0
+    assert (counted["read"] > 0) == (place == "disk")
 
 
 def test_the_text_of_gemma_4_unified(tmp_path):

@@ -73,6 +73,12 @@ class StepMetrics:
     image_seconds: float | None = Metric(
         "counter", "vllm:metal_image_seconds", "Time spent in vision towers; steps wait for it."
     ).field(default=None)
+    #: None: no table is on disk, or all rows of the step were cached.
+    table_bytes: int | None = Metric(
+        "counter",
+        "vllm:metal_table_read_bytes",
+        "Bytes of embedding tables that were read from disk, or from the system's file cache.",
+    ).field(default=None)
 
 
 class _Measured(threading.local):

@@ -58,6 +58,13 @@ def _draft_bits(value: Any) -> int | None:
     raise ValueError(f"must be 4, 8, or null for the checkpoint's own, not {value!r}")
 
 
+def embedding_tables(value: Any) -> str:
+    """Reads the place of tables by token id; raises ValueError for others."""
+    if value in ("auto", "memory", "disk"):
+        return str(value)
+    raise ValueError(f'must be "auto", "memory" or "disk", not {value!r}')
+
+
 def _drafts(value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
@@ -90,6 +97,7 @@ _READERS: Mapping[str, values.Reader] = {
     "fixed_splits": _fixed_splits,
     "draft_quantization": _draft_bits,
     "max_step_ms": _milliseconds,
+    "embedding_tables": embedding_tables,
     "wire_memory": values.flag,
     "keep_awake": values.flag,
     "dense_check": values.flag,
@@ -127,6 +135,9 @@ class AdditionalConfig:
     draft_quantization: int | None = None
     #: Time limit in milliseconds of a step that delays streams; None: no limit.
     max_step_ms: float | None = field(default_factory=_default_max_step_ms)
+    #: Where tables of per-layer embeddings are: "memory", "disk", or "auto": on disk if the weights
+    #: would take more than half of the memory (engine/weights/disk_tables.py).
+    embedding_tables: str = "auto"
     #: Wire weights and KV pool, so that macOS does not move them out of the GPU's reach after a
     #: pause; None: only weights, if they are large (engine/memory/wiring.py).
     wire_memory: bool | None = None

@@ -74,6 +74,11 @@ TWO_SIZES = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": None,
 }
+PER_LAYER = TWO_SIZES | {
+    "rope_theta": None,
+    "hidden_size_per_layer_input": 64,
+    "vocab_size_per_layer_input": 600,
+}
 #: model_type, changes of BASE, and bits of quantized weights.
 MODELS = {
     "llama": ("llama", {}, None),
@@ -100,6 +105,8 @@ OTHERS = {
     "qwen3_next, states": ("qwen3_next", GROUPED | STATES | {"num_experts": 0}, None),
     "deepseek_v3, latents": ("deepseek_v3", LATENTS, None),
     "gemma4, heads of two sizes": ("gemma4_text", GROUPED | TIED | TWO_SIZES, None),
+    "gemma4, per layer": ("gemma4_text", GROUPED | TIED | PER_LAYER, None),
+    "gemma4, per layer, 4 bits": ("gemma4_text", GROUPED | TIED | PER_LAYER, 4),
 }
 ARCHITECTURES = {
     "gemma4_text": "Gemma4ForCausalLM",
@@ -171,6 +178,6 @@ def settings(folder, dtype, **changes):
     return config
 
 
-def read(folder, dtype, pools=False):
+def read(folder, dtype, pools=False, **options):
     content = json.loads((folder / "config.json").read_text())
-    return Model.read(folder, content["model_type"], dtype, pools)
+    return Model.read(folder, content["model_type"], dtype, pools, **options)

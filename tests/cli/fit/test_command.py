@@ -112,6 +112,17 @@ def test_the_text_says_what_fits_and_the_command_to_paste(llama3_8b, capsys):
     assert f"\n  {command} --max-num-batched-tokens 1024 --kv-cache-dtype fp8\n" in out
 
 
+def test_a_table_on_disk_is_told_apart_from_weights(folder, capsys):
+    line = [str(folder("gemma4, per layer")), "--memory", "16GB", "--embedding-tables", "disk"]
+    status, found = ask(capsys, *line)
+    table = 600 * 4 * 64 * 4  # of float32
+    assert status == 0 and found["tables_on_disk"] == table
+    assert ask(capsys, *line[:-2])[1]["tables_on_disk"] == 0  # a small model has room
+    assert '"embedding_tables": "disk"' in found["commands"][0]
+    assert main(["fit", *line]) == 0
+    assert re.search(r"embedding tables that stay on disk +0\.00 GiB", capsys.readouterr().out)
+
+
 def test_what_does_not_fit_is_a_status_of_1_and_says_what_would(llama3_8b, capsys):
     line = [llama3_8b, "--memory", "32GB", "--context", "8k", "--requests", "5"]
     status, found = ask(capsys, *line)

@@ -13,6 +13,7 @@ from vllm_metal.cli.fit.estimate import estimate
 from vllm_metal.cli.fit.machine import Machine
 from vllm_metal.engine.lora.adapters import Adapters
 from vllm_metal.engine.models import loader
+from vllm_metal.engine.weights.disk_tables import TableRule
 
 MAC = Machine.mac(16 << 30)
 
@@ -49,6 +50,28 @@ def test_weights_are_what_the_loader_holds_to_the_byte(folder, name):
             assert read(path, dtype).weights == held
     finally:
         mx.set_cache_limit(limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("gemma4, per layer", 4 * 64 * 4),  # float32 in the file
+        # 4 bits of a value, and a scale and a bias of 32 values.
+        pytest.param("gemma4, per layer, 4 bits", 4 * 64 // 2 + 2 * 8 * 4, marks=pytest.mark.more),
+    ],
+)
+def test_a_table_on_disk_is_no_weight(folder, name, row):
+    path, on_disk = folder(name), TableRule("disk", 0)
+    whole, found = read(path, torch.bfloat16), read(path, torch.bfloat16, tables=on_disk)
+    assert (whole.tables, found.tables) == (0, 600 * row)
+    gc.collect()
+    before = mx.get_active_memory()
+    model = loader.load(settings(path, torch.bfloat16), tables=on_disk)
+    assert loader.weight_bytes(model) == found.weights < whole.weights
+    assert mx.get_active_memory() - before < whole.weights
+    estimates = [estimate(each, settings(path, torch.bfloat16), MAC) for each in (whole, found)]
+    assert [each.measured.weights for each in estimates] == [whole.weights, found.weights]
+    assert estimates[1].tables == 600 * row
 
 
 @pytest.mark.parametrize(

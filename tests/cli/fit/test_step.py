@@ -15,6 +15,7 @@ from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.memory import profile
 from vllm_metal.engine.models import headless, loader
 from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.weights.disk_tables import TableRule
 
 #: Dense, and windows in a quantized pool; then quantized experts: all that differs in the estimate.
 FIRST = [("llama", "auto"), ("gemma3, windows", "fp8")]
@@ -49,6 +50,23 @@ def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, nam
     found, vocab_size = step_peak(model.parts, layers, config, SCATTER, "cpu")
     assert found.forward == pytest.approx(measured, rel=0.15)
     assert vocab_size == 600
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["gemma4, per layer", "gemma4, per layer, 4 bits"])
+def test_the_peak_with_a_table_on_disk(folder, name):
+    config, on_disk = settings(folder(name), torch.float32), TableRule("disk", 0)
+    network = loader.load(config, tables=on_disk)
+    layers, parts = attention_layers(network, name), ModelParts(network)
+
+    def run():
+        profile.profile_step(parts, layers, config, SCATTER)
+
+    run()  # what only a first one takes
+    measured = least_peak(run)
+    model = read(folder(name), torch.float32, tables=on_disk)
+    found, _ = step_peak(model.parts, layers, config, SCATTER, "cpu")
+    assert found.forward == pytest.approx(measured, rel=0.15)
 
 
 def test_the_peak_of_an_engine_that_pools(folder):

@@ -15,6 +15,8 @@ from vllm_metal.engine.vision.families import FAMILIES
 NUM_TOKENS = 24
 #: As many as the encoder cache must hold of the families whose images are smallest.
 NUM_BATCHED_TOKENS = {"gemma4": 144, "llava": 144}  # all others' are of 34 at most
+#: Image tokens read the row of the padding token.
+ADDITIONAL = {"gemma4": {"embedding_tables": "disk"}}
 DRAFTS = {
     "method": "ngram",
     "num_speculative_tokens": 3,
@@ -50,7 +52,13 @@ def asked(request, tmp_path_factory):
         },
         {"prompt": word},
     ]
-    return family, folder, prompts, NUM_BATCHED_TOKENS.get(name, 34)
+    options = {"additional_config": ADDITIONAL.get(name, {})}
+    return (
+        family,
+        folder,
+        prompts,
+        options | {"max_num_batched_tokens": NUM_BATCHED_TOKENS.get(name, 34)},
+    )
 
 
 def expected(family, folder, prompts):
@@ -71,14 +79,14 @@ def expected(family, folder, prompts):
 @pytest.mark.usefixtures("unfused")
 def test_tokens_equal_those_of_transformers_with_drafts_and_cached_prefixes(asked, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    family, folder, prompts, num_batched_tokens = asked
+    family, folder, prompts, options = asked
     with engine(
         str(folder),
         max_model_len=512,
-        max_num_batched_tokens=num_batched_tokens,
         max_num_seqs=4,
         dtype="float32",
         speculative_config=DRAFTS,
+        **options,
     ) as llm:
         first = llm.generate(prompts, greedy(NUM_TOKENS), use_tqdm=False)
         again = llm.generate(prompts[:2], greedy(NUM_TOKENS), use_tqdm=False)

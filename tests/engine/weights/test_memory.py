@@ -2,6 +2,7 @@
 """Loading takes little memory beside the weights, measured in processes of their own."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,8 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma4_text
 from safetensors.torch import save_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -172,3 +175,84 @@ def test_peak_of_loading(tmp_path, form, monkeypatch):
     assert served > 150 * 10**6
     for peak in peaks:
         assert peak <= served + 2 * largest + ALLOWED
+
+
+TABLE = {"vocab": 262_144, "layers": 4, "per_layer": 1024}  # 2 GiB in bfloat16
+SERVE = """
+import sys
+from vllm import LLM, SamplingParams
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+folder, vocab, place = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+llm = LLM(
+    folder, skip_tokenizer_init=True, dtype="float32", max_model_len=512, seed=0,
+    max_num_batched_tokens=256, max_num_seqs=1, kv_cache_memory_bytes=64 << 20,
+    disable_log_stats=False, enable_prefix_caching=False,
+    additional_config={"embedding_tables": place},
+)
+length, most = 510, 0
+params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+for start in range(0, vocab, length):
+    ids = list(range(start, min(start + length, vocab)))
+    llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+    most = max(most, anonymous())
+read = sum(m.value for m in llm.get_metrics() if m.name == "vllm:metal_table_read_bytes")
+print("measured", most, int(read))
+"""
+
+
+def write_with_holes(folder, per_layer):
+    """Gemma 4 with embeddings of `per_layer` values per layer, in a file that is all zeros."""
+    vocab, layers = TABLE["vocab"], TABLE["layers"]
+    config = {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "dtype": "bfloat16",
+        "vocab_size": vocab,
+        "vocab_size_per_layer_input": vocab,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": per_layer,
+        "sliding_window": 512,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = gemma4_text.Model(gemma4_text.ModelArgs.from_dict(config))
+    entries, end = {}, 0
+    for name, array in tree_flatten(model.parameters()):
+        nbytes = 2 * array.size
+        entry = {"dtype": "BF16", "shape": list(array.shape), "data_offsets": [end, end + nbytes]}
+        entries[name], end = entry, end + nbytes
+    header = json.dumps(entries).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+    return folder
+
+
+def test_a_table_on_disk_takes_no_memory_though_every_row_is_read(tmp_path):
+    taken = {}
+    for per_layer in (0, TABLE["per_layer"]):
+        folder = write_with_holes(tmp_path / str(per_layer), per_layer)
+        command = [sys.executable, "-c", SERVE, str(folder), str(TABLE["vocab"]), "disk"]
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        run = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert run.returncode == 0, run.stderr
+        line = next(line for line in run.stdout.splitlines() if line.startswith("measured"))
+        taken[per_layer], read = (int(each) for each in line.split()[1:])
+        rows = TABLE["vocab"] * 2 * TABLE["layers"] * per_layer
+        assert read == pytest.approx(rows, rel=0.01) and rows in (0, 2 << 30)
+    print({per_layer: f"{nbytes >> 20} MiB" for per_layer, nbytes in taken.items()})
+    assert taken[TABLE["per_layer"]] <= taken[0] + ALLOWED

@@ -69,6 +69,7 @@ def options_for(model: str | None, context: int | None) -> Namespace:
         "num_speculative_tokens",
         "draft_model",
         "draft_quantization",
+        "embedding_tables",
         "max_num_batched_tokens",
         "gpu_memory_utilization",
         "block_size",

@@ -41,6 +41,7 @@ from vllm_metal.engine.models import headless
 from vllm_metal.engine.models.loader import lazy_model, weight_bytes
 from vllm_metal.engine.models.parts import ModelParts
 from vllm_metal.engine.models.stage import Stage, check_stages
+from vllm_metal.engine.weights.disk_tables import TableRule, tables_of
 from vllm_metal.engine.weights.lazy import outlines_only
 from vllm_metal.patches.mlx_patches import registry
 
@@ -55,6 +56,7 @@ class Model:
     model_type: str
     dtype: torch.dtype
     weights: int  # bytes as the engine will hold them, including the vision tower's
+    tables: int  # bytes of embedding tables that stay on disk, not among `weights`
     parts: ModelParts
     layers: Sequence[StatefulLayer]  # of this rank
     other_ranks_layers: Sequence[StatefulLayer] = ()  # of other ranks
@@ -73,6 +75,7 @@ class Model:
         text_only: bool = False,
         ring: SimulatedGroup | None = None,
         stage_of: Callable[[int], Stage] | None = None,
+        tables: TableRule | None = None,
     ) -> Model:
         """Builds a model, or a rank's part of it.
 
@@ -85,6 +88,7 @@ class Model:
             ring: replaces the group of tensor-parallel ranks, whose first one is estimated; None
                 for one rank.
             stage_of: maps the number of layers to the rank's stage; None for all layers.
+            tables: decides which embedding tables stay on disk; None: all weights are loaded.
 
         Raises:
             ShardingError: the model cannot be split across ranks.
@@ -94,7 +98,7 @@ class Model:
         """
         classes = headless.classes if pools else registry.classes
         with outlines_only():  # opening GGUF files would read them
-            network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes)
+            network = lazy_model(folder, MLX_DTYPES[dtype], classes=classes, tables=tables)
         if pools:
             headless.drop_head(network)
         if ring is not None:
@@ -113,7 +117,8 @@ class Model:
         weights += 0 if images is None else images.weights
         elsewhere = [layer for layer in layers if layer not in own]
         parts = parts or ModelParts(network)
-        return Model(model_type, dtype, weights, parts, own, elsewhere, stage, images)
+        on_disk = sum(table.nbytes for table in tables_of(network))
+        return Model(model_type, dtype, weights, on_disk, parts, own, elsewhere, stage, images)
 
     @property
     def layers_of_all_ranks(self) -> list[StatefulLayer]:
@@ -142,6 +147,7 @@ class Estimate:
 
     token_bytes: int  # K and V per token, in all layers
     draft_token_bytes: int  # of them those of a drafter
+    tables: int  # of embedding tables that stay on disk
     state_bytes: int  # recurrent state per request, independent of its length; 0: none
     block_size: int  # tokens per block
     needs: Needs  # of the pool
@@ -233,6 +239,7 @@ def estimate(
     return Estimate(
         rows,
         of_drafter,
+        model.tables,
         states,
         block_size,
         needs,

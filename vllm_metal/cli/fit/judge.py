@@ -25,6 +25,7 @@ from vllm_metal.cli.fit.report import FitResult, Part
 from vllm_metal.cli.fit.source import folder
 from vllm_metal.engine.kv_cache import formats
 from vllm_metal.engine.memory import advice, budget
+from vllm_metal.engine.weights.disk_tables import TableRule
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +60,12 @@ class FitRequest:
         """Maximum tokens per step."""
         most = metal_platform.MAX_NUM_BATCHED_TOKENS[self.machine.kind]
         return int(self.args.max_num_batched_tokens or most)
+
+    @property
+    def tables(self) -> TableRule | None:
+        """Decides which embedding tables stay on disk; None: ranks load all of their weights."""
+        place = self.args.embedding_tables or "auto"
+        return TableRule(place, self.machine.total) if self.layout.num_ranks == 1 else None
 
     @property
     def requests_at_once(self) -> int:
@@ -217,6 +224,7 @@ def _part(asked: FitRequest, stage: int, ring: Any) -> Part:
         bool(asked.args.language_model_only),
         ring,
         layout.stage_of(stage),
+        asked.tables,
     )
     if model.images is not None and layout.num_ranks > 1:
         raise ValueError(
@@ -260,7 +268,11 @@ def _command(asked: FitRequest, length: int, cache_dtype: str) -> str:
     if isinstance(drafter := asked.drafter, Drafter):
         drafts = {"method": drafter.method, "model": args.draft_model}
         drafts["num_speculative_tokens"] = drafter.num_drafts
-    bits = args.draft_quantization
+    given = {
+        "draft_quantization": args.draft_quantization,
+        "embedding_tables": args.embedding_tables,
+    }
+    additional = {key: value for key, value in given.items() if value is not None}
     options = {
         "runner": args.runner,
         "data-parallel-size": args.data_parallel_size_local,
@@ -274,7 +286,7 @@ def _command(asked: FitRequest, length: int, cache_dtype: str) -> str:
         "pipeline-parallel-size": args.pipeline_parallel_size,
         "tensor-parallel-size": args.tensor_parallel_size,
         "speculative-config": drafts and json.dumps(drafts),
-        "additional-config": bits and json.dumps({"draft_quantization": bits}),
+        "additional-config": additional and json.dumps(additional),
     }
     if machines > 1:
         options |= {"nnodes": machines, "node-rank": "0", "master-addr": report.ADDRESS}

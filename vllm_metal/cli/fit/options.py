@@ -76,6 +76,11 @@ def _add_served(served: argparse._ArgumentGroup) -> None:
         choices=(4, 8),
         help="draft_quantization of --additional-config",
     )
+    served.add_argument(
+        "--embedding-tables",
+        choices=("auto", "memory", "disk"),
+        help="embedding_tables of --additional-config; default: auto",
+    )
     served.add_argument("--max-num-batched-tokens", type=units.tokens, metavar="N")
     served.add_argument(
         "--language-model-only",

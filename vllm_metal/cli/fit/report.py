@@ -94,6 +94,7 @@ def as_text(answer: FitResult) -> str:
         "",
         *_part_rows(answer),
         f"  {'weights':<40}{asked.measured.weights / _GIB:>12.2f} GiB",
+        *_tables(asked),
         *_draft_weights(asked),
         "",
         _row("KV cache (--kv-cache-dtype)", answer, lambda name, _: _NAMES.get(name, name)),
@@ -137,6 +138,12 @@ def _part_rows(answer: FitResult) -> list[str]:
         f"{least} has room for the fewest tokens; the rest of the output is about it:",
         "",
     ]
+
+
+def _tables(asked: Estimate) -> list[str]:
+    if not asked.tables:
+        return []
+    return [f"  {'embedding tables that stay on disk':<40}{asked.tables / _GIB:>12.2f} GiB"]
 
 
 def _draft_weights(asked: Estimate) -> list[str]:
@@ -202,6 +209,7 @@ def as_json(answer: FitResult) -> dict[str, Any]:
         "dtype": answer.dtype,
         "machine": answer.machine.name,
         "weights": asked.measured.weights,
+        "tables_on_disk": asked.tables,
         "draft_weights": asked.measured.draft_weights,
         "context": asked.settings.max_model_len,
         "requests": answer.num_requests,

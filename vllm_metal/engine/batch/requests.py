@@ -255,6 +255,11 @@ class Requests:
         """
         self.num_tokens_np[req_indices_np] += counts_np
 
+    def has_unread(self, req_indices_np: np.ndarray) -> bool:
+        """Whether the host has not read all tokens of [R] requests."""
+        known_np = self.num_known_np[req_indices_np]
+        return bool((self.num_tokens_np[req_indices_np] > known_np).any())
+
     def note_drafts(self, req_idx: int, token_ids: Sequence[int]) -> None:
         """Writes drafts after a request's known tokens, on ranks that only get accepted counts."""
         known, width = int(self.num_known_np[req_idx]), self.token_ids_np.shape[1]

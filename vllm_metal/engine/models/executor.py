@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import mlx.core as mx
 
+from metal_kernels import kernel
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs
 from vllm_metal.engine.batch.requests import BlockTables
 from vllm_metal.engine.batch.rows import Rows
@@ -15,6 +16,7 @@ from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.models.compiled import CompiledForward, Graphs
 from vllm_metal.engine.models.paged_layers import PagedLayers
 from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.models.table_rows import TableRows
 
 
 class ModelExecutor(PagedLayers):
@@ -33,6 +35,7 @@ class ModelExecutor(PagedLayers):
         """For the arguments, see PagedLayers and CompiledForward; `graphs` None: may compile."""
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
+        self.table_rows = TableRows(parts.model)
         placed = parts.model, self.own_states, graphs or Graphs()
         self._forward = CompiledForward(self._build, *placed, variables)
 
@@ -41,11 +44,13 @@ class ModelExecutor(PagedLayers):
     ) -> mx.array:
         """Returns [T, 1, H] hidden states of the tokens, for `compute_logits`; lazy.
 
-        `inputs` replaces those of `rows`.
+        `inputs` replaces those of `rows`. Read `table_rows` before they are computed.
         """
         self.begin_step()
-        inputs = inputs or rows.inputs
+        inputs = self.table_rows.reserve(inputs or rows.inputs)
         plans = self.plans(rows, block_tables, runs=inputs.runs)
+        if not kernel.in_graphs() or any(getattr(plan, "pace", None) for plan in plans):
+            self.table_rows.read()  # the device begins while the forward is built
         hidden_states, *shown = self._forward(inputs, plans, len(rows.positions_np))
         for observer in self.parts.observers:
             observer.newest, shown = shown[: observer.num_layers], shown[observer.num_layers :]
@@ -64,4 +69,5 @@ class ModelExecutor(PagedLayers):
     def forward(self, rows: Rows, block_tables: BlockTables) -> mx.array:
         """Returns [N, V] logits of the tokens at `rows.logits_indices`; lazy."""
         hidden_states = self.forward_hidden(rows, block_tables)
+        self.table_rows.read()
         return self.compute_logits(rows.of_logits(hidden_states))

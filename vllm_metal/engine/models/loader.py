@@ -24,6 +24,7 @@ from vllm_metal.engine.config_json.stored_head import Head, head_of, is_head
 from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
 from vllm_metal.engine.models.leftovers import accounted
 from vllm_metal.engine.weights import files
+from vllm_metal.engine.weights.disk_tables import TableRule
 from vllm_metal.engine.weights.judge import plan_of
 from vllm_metal.engine.weights.layers import FLOAT32
 from vllm_metal.engine.weights.loading import Checkpoint, load_model, opened
@@ -54,6 +55,7 @@ def load(
     model_config: ModelConfig | None = None,
     classes: Classes = patches.classes,
     prepare: Callable[[nn.Module], None] = lambda model: None,
+    tables: TableRule | None = None,
 ) -> nn.Module:
     """Loads a model, with floating-point weights cast to the configured dtype.
 
@@ -63,6 +65,7 @@ def load(
         model_config: a draft model's, which is loaded in the target's dtype; None: the target's.
         classes: returns the model's classes for its config.json.
         prepare: called with the model before its weights are read; may remove modules.
+        tables: decides which embedding tables stay on disk; None: all weights are loaded.
 
     Raises:
         ModelLoadError: the folder is missing, incomplete or unreadable, or mlx-lm does not support
@@ -72,7 +75,7 @@ def load(
     path = model_folder(model_config, config)
     overrides = _overrides(model_config, path)
     trusted = model_config.trust_remote_code
-    model = lazy_model(path, mlx_dtype(config), trusted, overrides, classes)
+    model = lazy_model(path, mlx_dtype(config), trusted, overrides, classes, tables)
     fit_context(model, model_config.max_model_len)
     prepare(model)
     _read_weights(model, path)
@@ -128,6 +131,7 @@ def lazy_model(
     trust_remote_code: bool = False,
     overrides: Mapping[str, Any] | None = None,
     classes: Classes = patches.classes,
+    tables: TableRule | None = None,
 ) -> nn.Module:
     """Returns a folder's model in one dtype, but reads its weights on first use.
 
@@ -135,7 +139,7 @@ def lazy_model(
     """
     try:
         patches.install()
-        model = dense_model(path, trust_remote_code, overrides, classes, dtype)
+        model = dense_model(path, trust_remote_code, overrides, classes, dtype, tables)
         patches.install()  # again: mlx-lm has just imported the modules of the folder's own code
     except ModelLoadError as error:
         raise ModelLoadError(f"cannot load {path}: {error}") from error
@@ -156,6 +160,7 @@ def dense_model(
     overrides: Mapping[str, Any] | None = None,
     classes: Classes = patches.classes,
     dtype: mx.Dtype = mx.float32,
+    tables: TableRule | None = None,
 ) -> nn.Module:
     """Returns mlx-lm's own model of a folder, in its files' dtypes; reads weights on first use.
 
@@ -164,6 +169,7 @@ def dense_model(
         overrides: replaces keys of config.json.
         classes: see `load`.
         dtype: dtype of activations, for the scales of quantized weights.
+        tables: see `load`.
 
     Raises:
         ModelLoadError: mlx-lm's module does not support a setting of config.json, or the format
@@ -173,7 +179,7 @@ def dense_model(
     config = load_config(path) | dict(overrides or {})
     checkpoint = opened(path, config)
     read = config | _as_read(config, checkpoint)
-    model = load_model(checkpoint, read, accounted(classes), dtype, trust_remote_code)
+    model = load_model(checkpoint, read, accounted(classes), dtype, trust_remote_code, tables)
     fix_ropes(model, config)
     return model
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.pooler.abstract import Pooler
 
+    from vllm_metal.engine.weights.disk_tables import TableRule
+
 
 @dataclass(frozen=True)
 class Pooling:
@@ -28,8 +30,8 @@ class Pooling:
     pooler: Pooler
 
 
-def load(config: VllmConfig) -> Pooling:
-    """Loads the decoder without a head for logits, and its pooler.
+def load(config: VllmConfig, tables: TableRule | None = None) -> Pooling:
+    """Loads the decoder without a head for logits, and its pooler; `tables` as in `loader.load`.
 
     Raises:
         ModelLoadError: see `loader.load`; or the files lack a required classifier, or something
@@ -43,7 +45,7 @@ def load(config: VllmConfig) -> Pooling:
         found.append((parts, _classifier(parts, config)))
         headless.drop_head(model)
 
-    loader.load(config, classes=headless.classes, prepare=prepare)
+    loader.load(config, classes=headless.classes, prepare=prepare, tables=tables)
     ((parts, layer),) = found
     return Pooling(parts, poolers.make(config, layer))
 

@@ -40,6 +40,7 @@ class Header:
     shape: tuple[int, ...]
     file: Path
     nbytes: int
+    offset: int  # in the file
 
 
 def check_weight_files(folder: Path) -> None:
@@ -149,6 +150,7 @@ def _headers_in(path: Path) -> dict[str, Header]:
                 tuple(stored["shape"]),
                 path,
                 stored["data_offsets"][1] - stored["data_offsets"][0],
+                8 + header_size + stored["data_offsets"][0],
             )
             for name, stored in header.items()
         }

@@ -43,6 +43,11 @@ def outlines_only() -> Iterator[None]:
         _OUTLINES.reset(token)
 
 
+def has_outlines_only() -> bool:
+    """Whether the caller is within `outlines_only`."""
+    return _OUTLINES.get()
+
+
 def evaluate(arrays: list[mx.array]) -> None:
     """Evaluates arrays so that their inputs are freed; no-op within `outlines_only`."""
     if not _OUTLINES.get():

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 from mlx_lm.utils import infer_quant_config
 from vllm.logger import init_logger
 
-from vllm_metal.engine.weights import files
+from vllm_metal.engine.weights import disk_tables, files
+from vllm_metal.engine.weights.disk_tables import TableRule
+from vllm_metal.engine.weights.files import Header
 from vllm_metal.engine.weights.judge import plan_of
 from vllm_metal.engine.weights.placing import Placed, install, place
 from vllm_metal.engine.weights.plan import Plan
@@ -34,6 +37,7 @@ class Checkpoint:
     folder: Path
     arrays: dict[str, mx.array]  # as stored, by name; lazy
     plan: Plan
+    headers: Mapping[str, Header] = field(default_factory=dict)  # of safetensors, by name
 
 
 def opened(folder: Path, config: dict[str, Any]) -> Checkpoint:
@@ -48,7 +52,8 @@ def opened(folder: Path, config: dict[str, Any]) -> Checkpoint:
         files.check_weight_files(folder)
         return Checkpoint(folder, *gguf_model.opened(folder))
     headers = files.headers(folder)
-    return Checkpoint(folder, files.arrays_of(headers), plan_of(config, headers, folder))
+    plan = plan_of(config, headers, folder)
+    return Checkpoint(folder, files.arrays_of(headers), plan, headers)
 
 
 def load_model(
@@ -57,6 +62,7 @@ def load_model(
     classes: Classes,
     dtype: mx.Dtype,
     trust_remote_code: bool = False,
+    tables: TableRule | None = None,
 ) -> nn.Module:
     """Builds a model with a checkpoint's weights, which are read when they are used.
 
@@ -66,6 +72,7 @@ def load_model(
         classes: returns the classes of the model and its arguments for a config.
         dtype: dtype of activations. Unquantized weights keep the dtype of their files.
         trust_remote_code: whether the folder's own code may run.
+        tables: decides which embedding tables stay on disk; None: all weights are loaded.
 
     Raises:
         ModelLoadError: weights do not fit each other.
@@ -75,7 +82,18 @@ def load_model(
         logger.info(note)
     model_class, arguments = _classes(checkpoint.folder, config, classes, trust_remote_code)
     model = model_class(arguments.from_dict(config))
-    install(model, placed(model, config, checkpoint.arrays, checkpoint.plan, dtype))
+    arrays, plan = checkpoint.arrays, checkpoint.plan
+
+    def placed_with(some: nn.Module, others: Mapping[str, mx.array]) -> Placed:
+        return placed(some, config, {**arrays, **others}, plan, dtype)
+
+    on_disk = {}
+    if tables is not None:
+        on_disk = disk_tables.find(model, checkpoint.headers, placed_with, dtype, tables)
+        tables.log(on_disk)
+    found = disk_tables.without(placed_with(model, {}), on_disk)
+    model.update_modules(tree_unflatten(list(on_disk.items())))
+    install(model, found)
     model.eval()
     return model
 

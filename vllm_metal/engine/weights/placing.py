@@ -127,7 +127,7 @@ class _Sanitize:
 
     def tried(self, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
         """Runs `sanitize` on a copy of the model."""
-        return self._run(_copy_modules(self._model), weights, part)
+        return self._run(copy_modules(self._model), weights, part)
 
     def final(self, weights: Mapping[str, Weight], part: str) -> dict[str, mx.array]:
         """Runs `sanitize` on the model itself, which it may change."""
@@ -141,17 +141,17 @@ class _Sanitize:
         return dict(self._sanitize(model, given))
 
 
-def _copy_modules(node: Any) -> Any:
+def copy_modules(node: Any) -> Any:
     """Copies modules but not arrays: a `sanitize` may remove modules."""
     if isinstance(node, nn.Module):
         module = copy.copy(node)
         for name, child in node.items():
-            dict.__setitem__(module, name, _copy_modules(child))
+            dict.__setitem__(module, name, copy_modules(child))
         return module
     if isinstance(node, dict):
-        return {name: _copy_modules(child) for name, child in node.items()}
+        return {name: copy_modules(child) for name, child in node.items()}
     if isinstance(node, list | tuple):
-        return type(node)(_copy_modules(child) for child in node)
+        return type(node)(copy_modules(child) for child in node)
     return node
 
 

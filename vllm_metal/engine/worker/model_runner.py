@@ -40,7 +40,8 @@ class ModelRunner:
     - the KV pool is written by MLX's scatter: the step before must then have read it when the next
       writes are queued (see kv_cache.scatter);
     - a new image's tower, or a new adapter's weights, are computed while the batch is laid out;
-    - custom logits processors read the tokens of the step before.
+    - custom logits processors read the tokens of the step before;
+    - the model has tables on disk, of which the host reads its tokens' rows just before `submit`.
     With speculation, `process_accepted` waits before all this if `_needs_accepted` says so.
     """
 
@@ -308,6 +309,8 @@ class ModelRunner:
         for column in self._columns:
             inputs = column.inputs(batch, inputs)
         hidden_states = self._model.forward_hidden(batch, self._requests.block_tables, inputs)
+        if not self._requests.has_unread(batch.req_indices_np):
+            self._model.table_rows.read()
         self._end.begin(batch, hidden_states)
         if self._speculator is not None:
             self._speculator.take_hidden(batch)
@@ -390,10 +393,20 @@ class ModelRunner:
         if waits:
             self.wait()
         self._early_reads.before_submit(self._newest, ended=waits)
+        self.read_tables()
         self._in_flight = [*arrays, self._last_token_ids, *self._joining]
         self._joining = []
         mx.async_eval(self._in_flight)
         self._early_reads.after_submit()
+
+    def read_tables(self) -> None:
+        """Reads rows of tables on disk, by tokens of the step before: waits for them."""
+        rows = self._model.table_rows
+        if rows.are_due and self._newest is not None:
+            with self._clock.waiting():
+                self._newest.token_ids()
+            self._clock.accepted_known()
+        rows.read()
 
     def _submit_drafts(self, arrays: list[mx.array]) -> None:
         """Submits the draft network's writes that belong to the step just submitted.

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm_metal.engine.lora.adapters import Adapters
     from vllm_metal.engine.vision.column import ImageColumn
     from vllm_metal.engine.vision.encoder import Encoder
+    from vllm_metal.engine.weights.disk_tables import TableRule
 
 
 @dataclass(frozen=True)
@@ -89,14 +90,15 @@ class Networks:
         return Networks(parts, own, None, 0, elsewhere=elsewhere)
 
     @staticmethod
-    def load(config: VllmConfig) -> Networks:
+    def load(config: VllmConfig, tables: TableRule | None = None) -> Networks:
+        """Loads the networks of a single process; `tables` as in `loader.load`."""
         if pools(config):
             from vllm_metal.engine.pooling import decoders  # imports vLLM's poolers
 
-            pooling = decoders.load(config)
+            pooling = decoders.load(config, tables)
             layers = attention_layers(pooling.parts.model, loader.model_type(config))
             return Networks(pooling.parts, layers, None, 0, pooler=pooling.pooler)
-        model = loader.load(config)
+        model = loader.load(config, tables=tables)
         layers = attention_layers(model, loader.model_type(config))
         adapters, columns = _adapters(model, config)
         target = ModelParts(model)

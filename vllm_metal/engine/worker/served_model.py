@@ -31,10 +31,12 @@ from vllm_metal.engine.pooling.pooling_head import PoolingHead
 from vllm_metal.engine.sample import CustomProcessors, Sampler
 from vllm_metal.engine.spec_decode.network import DraftPool
 from vllm_metal.engine.spec_decode.registry import drafts_for_others, make_speculator
+from vllm_metal.engine.weights.disk_tables import TableRule
 from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.engine.worker.networks import Networks
 from vllm_metal.engine.worker.sampling_head import SamplingHead
 from vllm_metal.engine.worker.warm_up_steps import Room, run_pooling_warm_up, run_warm_up
+from vllm_metal.patches.vllm_patches import memory_shares
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.settings.draft_methods import OFF_SWITCH, drop_default
 
@@ -116,13 +118,19 @@ class ServedModel:
 
     def load_networks(self) -> Networks:
         try:
-            return Networks.load(self._config)
+            return Networks.load(self._config, self._table_rule())
         except (loader.ModelLoadError, NotImplementedError) as error:
             if not drop_default(self._config):
                 raise
-            networks = Networks.load(self._config)  # raises again where the target is at fault
+            # Raises again if the target is at fault.
+            networks = Networks.load(self._config, self._table_rule())
             logger.warning("Serving without drafts: %s. %s hides this", error, OFF_SWITCH)
             return networks
+
+    def _table_rule(self) -> TableRule:
+        share = memory_shares.given(self._config.parallel_config)
+        memory = mlx_device.total_memory(self._device) // (share.workers if share else 1)
+        return TableRule(AdditionalConfig.of(self._config).embedding_tables, memory)
 
     def release(self) -> None:
         self._networks = None

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose per-layer embeddings stay on disk say what those say that load them."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from e2e.harness import counters, engine, greedy, run_out
+from e2e.harness import generate as generated
+from engine.models.published import FAMILIES, VOCAB, make, write
+from vllm import SamplingParams
+
+from vllm_metal.engine.models.table_rows import TableRows
+from vllm_metal.engine.weights import table_reader
+from vllm_metal.engine.worker.model_runner import ModelRunner
+
+LAYERS, PER_LAYER = 6, 10  # of the small Gemma 4
+ROW_BYTES = LAYERS * PER_LAYER * 4  # in float32
+READ = "vllm:metal_table_read_bytes"
+#: One head of a size that the kernels serve.
+FOR_KERNELS = {"head_dim": 64, "global_head_dim": 64, "hidden_size": 64} | {
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    model = make(FAMILIES["gemma4_text"], **FOR_KERNELS)
+    return write(model, tmp_path_factory.mktemp("tables") / "model")
+
+
+def start(folder, place="disk", **options):
+    settings = {"skip_tokenizer_init": True, "max_model_len": 80, "dtype": "float32"}
+    settings |= {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 40}
+    settings |= {"additional_config": {"embedding_tables": place, "fixed_draft_length": True}}
+    return engine(folder, **settings | options)
+
+
+def prompts(*lengths):
+    return [[(7 * i * i + 3 * n + i // 5) % VOCAB for i in range(n)] for n in lengths]
+
+
+def params(seeds, count=16):
+    told = {"max_tokens": count, "ignore_eos": True, "detokenize": False}
+    return [
+        SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed, **told)
+        for seed in seeds
+    ]
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Whether each step read rows when it was submitted, by tokens of the step before."""
+    counted, submitting = [], []
+    of_runner, of_rows = ModelRunner.read_tables, TableRows.read
+
+    def read_tables(self):
+        submitting.append(True)
+        of_runner(self)
+        submitting.clear()
+
+    def read(self):
+        if submitting:
+            counted.append(self.are_due)
+        of_rows(self)
+
+    monkeypatch.setattr(ModelRunner, "read_tables", read_tables)
+    monkeypatch.setattr(TableRows, "read", read)
+    return counted
+
+
+@pytest.mark.parametrize(
+    ("kernels", "drafts"),
+    [
+        ("mlx", None),
+        pytest.param("mlx", "ngram", marks=pytest.mark.more),
+        pytest.param("mlx", "draft_model", marks=pytest.mark.more),
+        pytest.param("interpret", None, marks=pytest.mark.more),
+        pytest.param("interpret", "draft_model", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_a_loaded_table(folder, late, monkeypatch, kernels, drafts):
+    """Chunks, greedy and seeded requests in one batch, and a hit."""
+    monkeypatch.setenv("VLLM_METAL_KERNELS", kernels)
+    asked, found, hits = prompts(5, 33, 50), {}, {}
+    speculation = None
+    if drafts is not None:
+        speculation = {"method": drafts, "num_speculative_tokens": 3} | (
+            {"model": folder}
+            if drafts == "draft_model"
+            else {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
+        )
+    for place in ("memory", "disk"):
+        with start(folder, place, speculative_config=speculation) as llm:
+            found[place] = [
+                [list(output.outputs[0].token_ids) for output in outputs]
+                for outputs in (
+                    llm.generate(
+                        [{"prompt_token_ids": prompt} for prompt in asked],
+                        params((None, 1, 2)),
+                        use_tqdm=False,
+                    )
+                    for _ in range(2)
+                )
+            ]
+            counted = counters(llm)
+            hits[place] = counted["vllm:prefix_cache_hits"]
+            assert (counted[READ] > 0) == (place == "disk")
+            if drafts:
+                assert counted["vllm:spec_decode_num_draft_tokens"] > 0
+    assert found["disk"] == found["memory"] and hits["disk"] == hits["memory"] > 0
+    assert len(set(itertools.chain(*found["disk"][0]))) > 8
+    # Interpreted kernels run as they are called, and MLX's scatter waits where there are drafts.
+    assert any(late) == (kernels == "mlx" and drafts is None)
+
+
+def test_a_step_reads_the_rows_of_its_tokens_and_no_others(folder, monkeypatch):
+    """With a cache of one row, each token costs a row unless it is the one read last."""
+    monkeypatch.setattr(table_reader.TableReader.__init__, "__defaults__", (ROW_BYTES,))
+    (prompt,) = prompts(20)
+    with start(folder) as llm:
+        before = counters(llm)[READ]
+        (tokens,) = generated(llm, [prompt], greedy(10, detokenize=False))
+        run_out(llm)
+        nbytes = counters(llm)[READ] - before
+    # The prompt's ids in order; then each token but the newest, which no step has read.
+    read = [*np.unique(prompt).tolist(), *tokens[:-1]]
+    expected = sum(now != last for last, now in itertools.pairwise(read)) + 1
+    # The warm-up may have left the first; with async scheduling one more step may have begun.
+    assert nbytes / ROW_BYTES in (expected - 1, expected, expected + 1)
+
+
+def test_a_file_that_is_cut_off_fails_requests_with_its_name(tmp_path, folder):
+    own = tmp_path / "own"
+    own.mkdir()
+    for path in Path(folder).iterdir():
+        (own / path.name).write_bytes(path.read_bytes())
+    weights = own / "model.safetensors"
+    content, asked = weights.read_bytes(), prompts(20, 9)
+    with start(str(own), enable_sleep_mode=True) as llm:
+        sure = generated(llm, asked, greedy(4, detokenize=False))
+        llm.sleep(2)
+        llm.wake_up()  # with files opened anew, and no row cached but those of a check
+        assert generated(llm, asked[:1], greedy(4, detokenize=False)) == sure[:1]
+        with weights.open("r+b") as file:
+            file.truncate(1000)
+        unread = [token for token in range(VOCAB) if token not in (*asked[0], *sure[0])]
+        (output,) = llm.generate(
+            [{"prompt_token_ids": unread}], greedy(4, detokenize=False), use_tqdm=False
+        )
+        completion = output.outputs[0]
+        assert completion.finish_reason == "error"
+        assert "model.safetensors: the file was cut off. Restore" in completion.stop_reason
+        weights.write_bytes(content)
+        assert generated(llm, asked, greedy(4, detokenize=False)) == sure
+
+
+def test_rows_that_are_used_before_they_are_read_are_no_numbers(folder, monkeypatch):
+    """So no request gets tokens of other rows."""
+    with start(folder, async_scheduling=True) as llm:
+        monkeypatch.setattr(TableRows, "read", lambda self: None)
+        (output,) = llm.generate(
+            [{"prompt_token_ids": prompts(20)[0]}], greedy(4, detokenize=False), use_tqdm=False
+        )
+        assert output.outputs[0].finish_reason == "error"

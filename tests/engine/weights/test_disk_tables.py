@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables that stay on disk: which ones do, and that their rows are those of the loaded table."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from engine.models.published import FAMILIES, make
+from mlx.utils import tree_flatten
+from mlx_lm.models import gemma4_text
+from mlx_lm.utils import load_config, quantize_model, save_config, save_model
+from safetensors.torch import load_file, save_file
+
+from vllm_metal.engine.models.loader import lazy_model
+from vllm_metal.engine.weights.disk_tables import TableRule, tables_of
+from vllm_metal.engine.weights.lazy import outlines_only
+
+DISK = TableRule("disk", 0)
+PER_LAYER = 32  # values of the table per layer, in groups that MLX quantizes
+DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
+
+
+def folder_of(tmp_path, name="gemma4_text", dtype="float32", changes=None, **options):
+    sizes = {"hidden_size_per_layer_input": PER_LAYER, "hidden_size": 96}
+    model = make(FAMILIES[name], **sizes, **(changes or {}))
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "published", **options)
+    return tmp_path / "published"
+
+
+def check(folder, dtype=mx.float32):
+    """The model with its table on disk has no such parameter, and its rows are the loaded ones."""
+    loaded, served = lazy_model(folder, dtype), lazy_model(folder, dtype, tables=DISK)
+    (table,) = tables_of(served)
+    ((path, expected),) = [
+        (path, module)
+        for path, module in loaded.named_modules()
+        if path.endswith("embed_tokens_per_layer")
+    ]
+    assert served_names(served) == {
+        name for name in served_names(loaded) if not name.startswith(f"{path}.")
+    }
+    num_rows = expected.weight.shape[0]
+    ids = mx.array(np.random.default_rng(0).integers(0, num_rows, (3, 50)))
+    found, rows = table(ids), expected(ids)
+    assert found.dtype == rows.dtype and float(mx.abs(rows).max()) > 0
+    assert mx.array_equal(found, rows)
+    return table
+
+
+def served_names(model):
+    return {name for name, _ in tree_flatten(model.parameters())}
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "served"),
+    [
+        ("gemma4_text", "bfloat16", "float32"),
+        ("gemma3n_text", "float32", "float32"),
+        pytest.param("gemma4_text", "float16", "bfloat16", marks=pytest.mark.more),
+        pytest.param("gemma3n_text", "bfloat16", "float16", marks=pytest.mark.more),
+    ],
+)
+def test_rows_of_published_files(tmp_path, name, stored, served):
+    folder = folder_of(tmp_path, name, stored)
+    table = check(folder, DTYPES[served])
+    values = FAMILIES[name].config["num_hidden_layers"] * PER_LAYER
+    assert table.nbytes == FAMILIES[name].config["vocab_size_per_layer_input"] * values * (
+        DTYPES[stored].size
+    )
+
+
+def test_rows_of_files_in_several_parts_under_multimodal_names(tmp_path):
+    """As of Gemma 4's whole checkpoints, whose names mlx-lm changes."""
+    folder = folder_of(tmp_path, changes={"tie_word_embeddings": True}, max_shard_size="200kB")
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    for path in files:
+        renamed = {
+            name.replace("model.", "model.language_model.", 1): tensor
+            for name, tensor in load_file(path).items()
+        }
+        save_file(renamed, path, {"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    names = content["weight_map"]
+    content["weight_map"] = {
+        name.replace("model.", "model.language_model.", 1): file for name, file in names.items()
+    }
+    index.write_text(json.dumps(content))
+    text = load_config(folder)
+    config = {"model_type": "gemma4", "text_config": text, "vocab_size": text["vocab_size"]}
+    config |= {"architectures": ["Gemma4ForConditionalGeneration"], "dtype": "float32"}
+    (folder / "config.json").write_text(json.dumps(config))
+    check(folder)
+
+
+@pytest.mark.parametrize(
+    ("mode", "bits", "of_table"),
+    [
+        ("affine", 4, None),
+        ("affine", 4, {"group_size": 32, "bits": 8}),
+        ("mxfp4", 4, None),
+        pytest.param("affine", 4, False, marks=pytest.mark.more),
+        pytest.param("nvfp4", 4, None, marks=pytest.mark.more),
+        pytest.param("mxfp8", 8, None, marks=pytest.mark.more),
+    ],
+)
+@pytest.mark.parametrize("name", ["gemma4_text", pytest.param("gemma3n", marks=pytest.mark.more)])
+def test_rows_of_folders_that_mlx_lm_quantized(tmp_path, name, mode, bits, of_table):
+    published = folder_of(tmp_path, name if name == "gemma4_text" else "gemma3n_text", "bfloat16")
+    config, model = load_config(published), lazy_model(published, mx.bfloat16)
+
+    def predicate(path, part):
+        return True if of_table is None or "per_layer" not in path else of_table
+
+    size = {"affine": 32, "mxfp4": 32, "nvfp4": 16, "mxfp8": 32}[mode]
+    model, config = quantize_model(model, config, size, bits, mode, quant_predicate=predicate)
+    folder = tmp_path / "quantized"
+    folder.mkdir()
+    save_model(folder, model)
+    save_config(config, folder / "config.json")
+    for dtype in (mx.bfloat16, mx.float32):
+        check(folder, dtype)
+
+
+def test_a_table_that_is_changed_as_it_is_loaded_stays_in_memory(tmp_path, monkeypatch):
+    folder = folder_of(tmp_path)
+    check(folder)
+    own = gemma4_text.Model.sanitize
+
+    def scaled(self, weights):
+        return {
+            name: array * 2 if "embed_tokens_per_layer" in name else array
+            for name, array in own(self, weights).items()
+        }
+
+    monkeypatch.setattr(gemma4_text.Model, "sanitize", scaled)
+    loaded, served = lazy_model(folder, mx.float32), lazy_model(folder, mx.float32, tables=DISK)
+    assert not tables_of(served) and served_names(served) == served_names(loaded)
+
+
+@pytest.mark.parametrize(
+    ("choice", "memory", "on_disk"),
+    [("auto", 1.9, True), ("auto", 2.1, False), ("memory", 0, False), ("disk", 100, True)],
+)
+def test_tables_stay_on_disk_if_weights_take_half_of_the_memory(tmp_path, choice, memory, on_disk):
+    """By the weights as they would be held, and nothing is read to find out."""
+    folder = folder_of(tmp_path, changes={"vocab_size_per_layer_input": 1000})
+    weights = sum(a.nbytes for _, a in tree_flatten(lazy_model(folder, mx.bfloat16).parameters()))
+    rule = TableRule(choice, int(memory * weights))
+    assert bool(tables_of(lazy_model(folder, mx.bfloat16, tables=rule))) == on_disk
+    with outlines_only():
+        assert bool(tables_of(lazy_model(folder, mx.bfloat16, tables=rule))) == on_disk
+
+
+def test_a_table_of_less_than_a_layer_is_no_matter():
+    rule = TableRule("auto", 1000)
+    assert rule.keeps_on_disk(table=300, weights=900, num_layers=3)
+    assert not rule.keeps_on_disk(table=100, weights=900, num_layers=3)
+    assert not rule.keeps_on_disk(table=300, weights=500, num_layers=3)

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hands a step the rows of its tokens in tables on disk, which the host reads late."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from vllm_metal.engine.attention.forward_inputs import ForwardInputs
+from vllm_metal.engine.weights.disk_tables import tables_of
+
+
+@dataclass(frozen=True)
+class _Reserved:
+    """A forward whose rows are not read yet."""
+
+    input_ids: mx.array  # [T] int32
+    extras: dict[str, mx.array]
+
+
+class TableRows:
+    """Rows of a model's tables on disk.
+
+    A forward is built on arrays without content, while the device computes the step before. The
+    host writes the rows into their memory once it knows the tokens, and before it submits the step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = tables_of(model)
+        self._reserved: _Reserved | None = None
+
+    @property
+    def are_due(self) -> bool:
+        """Whether the forward built last waits for its rows."""
+        return self._reserved is not None
+
+    def reserve(self, inputs: ForwardInputs) -> ForwardInputs:
+        """Adds arrays for the rows to a forward's inputs; call `read` before they are computed."""
+        self._reserved = None
+        if not self._tables:
+            return inputs
+        extras: dict[str, mx.array] = {}
+        for table in self._tables:
+            extras |= table.reserve(inputs.input_ids.size)
+        self._reserved = _Reserved(inputs.input_ids, extras)
+        return inputs.with_extras(extras)
+
+    def read(self) -> None:
+        """Reads the rows that are due; waits for the tokens if the device is yet to compute them.
+
+        Raises:
+            TableError: a file cannot be read.
+        """
+        reserved, self._reserved = self._reserved, None
+        if reserved is not None:
+            ids_np = np.array(reserved.input_ids)
+            for table in self._tables:
+                table.fill(ids_np, reserved.extras)
