@@ -309,8 +309,9 @@ class ModelRunner:
         for column in self._columns:
             inputs = column.inputs(batch, inputs)
         hidden_states = self._model.forward_hidden(batch, self._requests.block_tables, inputs)
-        if not self._requests.has_unread(batch.req_indices_np):
-            self._model.table_rows.read()
+        rows = self._model.table_rows
+        if rows.are_due and not self._requests.has_unread(batch.req_indices_np):
+            rows.read()
         self._end.begin(batch, hidden_states)
         if self._speculator is not None:
             self._speculator.take_hidden(batch)
