@@ -23,11 +23,37 @@ class TextModel:
     towers: tuple[str, ...] = ()
     #: Prefixes of checkpoint tensors that belong to towers, beside those named after a modality.
     tower_tensors: tuple[str, ...] = ()
+    #: Order of the axes of `position_ids`, for decoders that take them: "c" for the coordinates of
+    #: a position, "b" and "t" for texts and tokens. Empty: the decoder asks its caches.
+    position_axes: str = ""
 
 
 #: Rows by `model_type`. mlx-lm's module goes first where it has one, whatever stands here.
 MLX_VLM_MODELS: Mapping[str, TextModel] = {
     "cohere2_moe": TextModel("cohere2_moe"),
+    "flint": TextModel("flint"),
+    "hrm_text": TextModel("hrm_text"),
+    "k2_horizon": TextModel("k2_horizon"),
+    "kolibri1": TextModel("kolibri1"),
+    "limite": TextModel("limite"),
+    "mimo_v2": TextModel(
+        "mimo_v2",
+        architectures=("MiMoV2OmniForCausalLM",),
+        towers=("vision_tower",),
+    ),
+    "mistral_large3": TextModel(
+        "mistral_large3",
+        towers=("vision_tower",),
+        tower_tensors=("multi_modal_projector.", "patch_merger.", "pre_mm_projector_norm."),
+    ),
+    "step3p7": TextModel(
+        "step3p7",
+        architectures=("Step3p7ForConditionalGeneration",),
+        towers=("vision_model",),
+        tower_tensors=("vit_large_projector.",),
+    ),
+    "xing4_0": TextModel("xing4_0"),
+    "z1t": TextModel("z1t"),
 }
 
 #: Multimodal architectures of the rows.

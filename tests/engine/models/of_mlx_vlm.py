@@ -1,11 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small text models of the families that only mlx-vlm has, by `model_type`."""
 
-from engine.models.nested import HEAD, LAYERS, ODD
-from engine.models.recurrent import Family
+from typing import Any
+
+from engine.models.nested import EXPERTS, HEAD, LAYERS, ODD
+from engine.models.recurrent import VOCAB, Family
+
+_ROUTED = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+}
+_LATENTS = {
+    "num_key_value_heads": 6,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+}
 
 
-def _family(model_type: str, architecture: str, **config) -> Family:
+def _family(model_type: str, architecture: str, **config: Any) -> Family:
     return Family(model_type, architecture, ODD | config)
 
 
@@ -20,6 +42,8 @@ FAMILIES = {
             num_experts=5,
             num_experts_per_tok=2,
             num_shared_experts=2,
+            expert_selection_fn="sigmoid",
+            shared_expert_combination_strategy="average",
             first_k_dense_replace=1,
             prefix_dense_intermediate_size=56,
             logit_scale=0.25,
@@ -27,5 +51,136 @@ FAMILIES = {
             layer_types=LAYERS,
             attention_bias=True,
         ),
+        # Sinks, and layers without RoPE.
+        _family(
+            "flint",
+            "FlintForCausalLM",
+            **HEAD,
+            **EXPERTS,
+            shared_expert_intermediate_size=40,
+            mlp_only_layers=[0],
+            no_rope_layer_indices=[1],
+            layer_types=LAYERS,
+            sliding_window=7,
+        ),
+        # The same layers in several cycles, each with K and V of its own.
+        _family(
+            "hrm_text",
+            "HrmTextForCausalLM",
+            **HEAD,
+            num_hidden_layers=12,
+            num_layers_per_stack=2,
+            H_cycles=2,
+            L_cycles=2,
+            prefix_lm=False,
+            embedding_scale=3.0,
+        ),
+        _family("k2_horizon", "K2HorizonForCausalLM", **HEAD, attention_bias=True),
+        _family(
+            "kolibri1",
+            "Kolibri1ForCausalLM",
+            **HEAD,
+            **EXPERTS,
+            shared_expert_intermediate_size=40,
+            layer_types=LAYERS,
+            sliding_window=7,
+        ),
+        _family(
+            "mimo_v2",
+            "MiMoV2ForCausalLM",
+            **HEAD,
+            v_head_dim=12,
+            swa_head_dim=16,
+            swa_v_head_dim=12,
+            swa_num_attention_heads=4,
+            swa_num_key_value_heads=1,
+            partial_rotary_factor=0.5,
+            sliding_window_size=7,
+            hybrid_layer_pattern=[1, 0, 0, 1],
+            moe_layer_freq=[0, 1, 1, 1],
+            moe_intermediate_size=40,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            n_group=3,
+            topk_group=2,
+            vision_config={"model_type": "mimovl"},
+            audio_config={},
+        ),
+        Family(
+            "mistral_large3",
+            "MistralLarge3ForCausalLM",
+            {
+                "vocab_size": VOCAB,
+                "text_config": ODD
+                | _LATENTS
+                | _ROUTED
+                | {"model_type": "mistral_large3", "rms_norm_eps": 1e-3},
+                "vision_config": {"model_type": "pixtral"},
+            },
+        ),
+        Family(
+            "step3p7",
+            "Step3p7ForConditionalGeneration",
+            {
+                "vocab_size": VOCAB,
+                "text_config": {key: n for key, n in ODD.items() if key != "num_key_value_heads"}
+                | HEAD
+                | {
+                    "model_type": "step3p5",
+                    "num_attention_groups": 2,
+                    "sliding_window": 7,
+                    "layer_types": LAYERS,
+                    "partial_rotary_factors": [1.0, 0.5, 0.5, 1.0],
+                    "use_head_wise_attn_gate": True,
+                    "attention_other_setting": {
+                        "num_attention_heads": 4,
+                        "num_attention_groups": 1,
+                    },
+                    "moe_num_experts": 5,
+                    "moe_top_k": 2,
+                    "moe_intermediate_size": 40,
+                    "share_expert_dim": 40,
+                    "moe_layers_enum": "1,3",
+                    "moe_router_scaling_factor": 1.7,
+                    "swiglu_limits": [0.0, 0.5, 0.0, 0.5],
+                    "swiglu_limits_shared": [0.0, 0.5, 0.0, 0.5],
+                },
+                "vision_config": {"model_type": "perception_encoder"},
+            },
+        ),
+        # Latents, and streams that hyper-connections mix.
+        _family("xing4_0", "Xing4ForCausalLM", **_LATENTS, **_ROUTED, hc_mult=2),
     )
 }
+#: Those that the paged path cannot serve, and why.
+REFUSED = {
+    family.module: (family, reason)
+    for family, reason in (
+        (
+            _family(
+                "limite",
+                "LimiteForCausalLM",
+                **HEAD,
+                hidden_size=96,
+                ve_layers=[0, 2],
+                ve_dim=8,
+                xsa_layers=[1, 3],
+                global_layers=[1],
+                sliding_window=7,
+                rope_n_pairs=4,
+                attn_gate_channels=8,
+                mudd_inter=8,
+                mudd_layers=[2],
+                mudd_tap_idx={"2": [0, 1, 2]},
+                softcap_logits={"kind": "sigmoid", "a": 20.0, "b": 1.0, "c": 5.0},
+            ),
+            "does not run on the paged cache",
+        ),
+        (
+            Family("z1t", "Z1TForCausalLM", {"num_hidden_layers": 2, "aft_heads": 4}),
+            "keeps Z1TCache layers",
+        ),
+    )
+}
+#: Those whose published files have a value that is rejected; the small models have another.
+NOT_AS_PUBLISHED = {"hrm_text": "prefix_lm=true lets a prompt's tokens attend to later ones"}

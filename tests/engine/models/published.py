@@ -158,6 +158,31 @@ FAMILIES: dict[str, Published] = {
         "olmo3": _WINDOW,
         "cohere": {"use_qk_norm": True, "logit_scale": 0.3, "tie_word_embeddings": True},
         "cohere2": _WINDOW | {"logit_scale": 0.3, "tie_word_embeddings": True},
+        "cohere2_moe": _WINDOW
+        | _HEAD
+        | _EXPERTS
+        | {
+            "logit_scale": 0.3,
+            "tie_word_embeddings": True,
+            "num_shared_experts": 2,
+            "shared_expert_combination_strategy": "sum",
+            "expert_selection_fn": "sigmoid",
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "prefix_dense_intermediate_size": 56,
+            "attention_bias": True,
+        },
+        # Windows by periods, and weights of experts by a softmax.
+        "cohere2_moe, periods": _HEAD
+        | _EXPERTS
+        | {
+            "tie_word_embeddings": True,
+            "sliding_window": 7,
+            "sliding_window_pattern": 2,
+            "prefix_dense_sliding_window_pattern": 2,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "num_shared_experts": 1,
+            "rms_norm_eps": 1e-3,
+        },
         "granite": _MULTIPLIERS | {"attention_bias": True, "mlp_bias": True},
         "smollm3": {"no_rope_layers": [1, 0, 0, 1]},
         "ernie4_5": _HEAD | {"use_bias": True},

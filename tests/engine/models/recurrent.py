@@ -215,13 +215,13 @@ def make_model(family: Family, seed: int = 1, drawn: bool = False) -> Any:
     mx.random.seed(seed)
     model = model_class(arguments.from_dict(config))
     if drawn:
-        _draw(model)
+        draw(model)
     model.eval()
     mx.eval(model.parameters())
     return model
 
 
-def _draw(model: Any) -> None:
+def draw(model: Any) -> None:
     """Draws all but what a recurrence's stability hangs on, which is moved a little."""
     found = []
     for name, array in tree_flatten(model.parameters()):

@@ -1,24 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text models that only mlx-vlm has a module for: paged equals mlx-vlm's own dense forward."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from engine.models import doubles, of_mlx_vlm
 from engine.models.cases import cases
-from engine.models.recurrent import make_model
+from engine.models.nested import HEAD, ODD
+from engine.models.recurrent import VOCAB, draw, make_model, write_model
 from engine.models.test_executor import chunk_by_chunk, of_states
 from engine.models.test_plain import TOLERANCE, prompts_of
 from mlx_lm.models.cache import make_prompt_cache
 
-from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS
+from vllm_metal.engine.attention.layers import attention_layers
+from vllm_metal.engine.models.loader import lazy_model
+from vllm_metal.identity.model_files import ModelLoadError
+from vllm_metal.patches.mlx_patches import mlx_vlm_text, registry
+from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS, TextModel
 
 pytestmark = pytest.mark.usefixtures("unfused")
 QUICK = ("cohere2_moe",)
 
 
 def test_every_row_has_a_small_model():
-    assert set(of_mlx_vlm.FAMILIES) == set(MLX_VLM_MODELS)
+    assert {*of_mlx_vlm.FAMILIES, *of_mlx_vlm.REFUSED} == set(MLX_VLM_MODELS)
 
 
 @pytest.mark.parametrize("name", cases(of_mlx_vlm.FAMILIES, QUICK))
@@ -35,3 +43,55 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
     found = [np.concatenate([np.array(part, np.float32) for part in one]) for one in parts]
     worst = max(np.abs(one - other).max() for one, other in zip(found, expected, strict=True))
     assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", cases(of_mlx_vlm.REFUSED, more=of_mlx_vlm.REFUSED))
+def test_models_that_cannot_be_served_are_rejected(name):
+    family, reason = of_mlx_vlm.REFUSED[name]
+    with pytest.raises(NotImplementedError, match=f"'{name}' {reason}"):
+        attention_layers(make_model(family), name)
+
+
+@pytest.mark.more
+def test_a_prompt_that_sees_what_follows_is_rejected(tmp_path):
+    family = of_mlx_vlm.FAMILIES["hrm_text"]
+    published = replace(family, config=family.config | {"prefix_lm": True})
+    with pytest.raises(ModelLoadError, match=r"prefix_lm=True.*supports only False"):
+        lazy_model(Path(write_model(published, tmp_path)), mx.float32)
+
+
+@pytest.mark.parametrize("name", cases(of_mlx_vlm.FAMILIES, QUICK))
+def test_a_folder_is_read(name, tmp_path):
+    family = of_mlx_vlm.FAMILIES[name]
+    model = make_model(family, drawn=True)
+    read = lazy_model(Path(write_model(family, tmp_path, drawn=True)), mx.float32)
+    tokens = mx.array([[3, 5, 7]])
+    np.testing.assert_allclose(np.array(read(tokens)), np.array(model(tokens)), atol=1e-5)
+
+
+def with_positions(axes):
+    """A text model whose module keeps positions of the newest text, in three coordinates."""
+    row = TextModel("glm_ocr", position_axes=axes)
+    mlx_vlm_text.imported(row)
+    registry.install()
+    model_class, arguments = mlx_vlm_text.classes(row)
+    rope = {"rope_type": "default", "rope_theta": 700.0, "mrope_section": [2, 3, 3]}
+    text = (
+        ODD | HEAD | {"vocab_size": VOCAB, "rope_parameters": rope | {"partial_rotary_factor": 1}}
+    )
+    config = {"model_type": "glm_ocr", "text_config": text, "vision_config": {}}
+    mx.random.seed(7)
+    model = model_class(arguments.from_dict(config))
+    draw(model)
+    return model
+
+
+def test_positions_are_handed_in_where_a_module_would_keep_them(monkeypatch):
+    doubles.install(monkeypatch)
+    model, prompts = with_positions("cbt"), prompts_of()
+    expected = [np.array(model.language_model(mx.array([p])).logits[0]) for p in prompts[:1]]
+    blocks = np.random.default_rng(5).permutation(np.arange(1, 40))
+    parts = chunk_by_chunk(model, "glm_ocr", prompts, blocks, of_states)
+    np.testing.assert_allclose(np.concatenate(parts[0]), expected[0], atol=TOLERANCE)
+    with pytest.raises(NotImplementedError, match="glm_ocr keeps _position_ids of one text"):
+        with_positions("")

@@ -60,16 +60,16 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(
         names(
             "afm7 afmoe baichuan_m1 bailing_hybrid bailing_moe bailing_moe_linear "
-            "bailing_moe_v3 cohere cohere2 dbrx deepseek deepseek_v2 deepseek_v3 deepseek_v32 "
-            "dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 glm glm4 glm4_moe "
-            "glm4_moe_lite glm_moe_dsa gpt_oss granite granitemoe granitemoehybrid helium "
+            "bailing_moe_v3 cohere cohere2 cohere2_moe dbrx deepseek deepseek_v2 deepseek_v3 "
+            "deepseek_v32 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe falcon_h1 glm glm4 "
+            "glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss granite granitemoe granitemoehybrid helium "
             "hunyuan hunyuan_v1_dense internlm2 internlm3 iquestloopcoder jamba kimi_linear "
             "kimi_vl Klear laguna lfm2 lfm2_moe lille-130m llama llama4 llama4_text longcat_flash "
-            "longcat_flash_ngram mamba mamba2 mellum mimo mimo_v2_flash minicpm minicpm3 "
+            "longcat_flash_ngram mamba mamba2 mellum mimo mimo_v2 mimo_v2_flash minicpm minicpm3 "
             "minimax ministral3 mistral4 mixtral nanbeige olmo2 olmo3 olmo_hybrid olmoe "
             "openelm phi3 phimoe plamo plamo2 plamo3 qwen qwen2 qwen2_moe qwen3 qwen3_5 qwen3_moe "
-            "qwen3_next seed_oss smollm3 solar_open stablelm step3p5 talkie telechat3 "
-            "youtu_llm"
+            "qwen3_next seed_oss smollm3 solar_open stablelm step3p5 step3p7 talkie "
+            "telechat3 xing4_0 youtu_llm flint hrm_text k2_horizon kolibri1 mistral_large3"
         ),
         _SILU,
     ),

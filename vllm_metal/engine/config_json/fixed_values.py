@@ -40,6 +40,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "cohere": _TIED,
     "cohere2": _TIED,
+    "cohere2_moe": _TIED,
     "dbrx": _UNTIED,
     "deepseek": _UNTIED | {"norm_topk_prob": (False,), "scoring_func": ("softmax",)},
     "deepseek_v2": _UNTIED
@@ -83,6 +84,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "gpt_oss": _UNTIED
     | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "gptj": _UNTIED,
+    "hrm_text": {"prefix_lm": (False,)},  # else a prompt's tokens attend to later ones
     "hunyuan": _TIED,
     "hunyuan_v1_dense": {"num_experts": (1,)},
     "kimi_k3": {"use_grouped_topk": (True,)},
@@ -112,6 +114,8 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "shared_intermediate_size": (0,),
         "use_routing_bias": (True,),
     },
+    "mimo_v2": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
+    "mistral_large3": _UNTIED | {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",)},
     "minicpm3": _UNTIED | {"mlp_bias": (False,), "rope_traditional": (False,)},
     "ministral3": {"sliding_window": ()},
     "mistral4": {"moe_layer_freq": (1,), "scoring_func": ("softmax",)},
@@ -169,6 +173,8 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "stablelm": _UNTIED,
     "starcoder2": {"use_bias": (True,)},
     "step3p5": _UNTIED,
+    "step3p7": _UNTIED | {"norm_expert_weight": (True,), "use_head_wise_attn_gate": (True,)},
+    "xing4_0": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
 }
 #: By module and key, values that the module computes differently from transformers' class; None
 #: is null.

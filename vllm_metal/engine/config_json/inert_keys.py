@@ -113,6 +113,7 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size is used
     "gemma3_text": names("tie_word_embeddings"),  # it checks whether a head exists
     "granitemoehybrid": names("mamba_chunk_size"),  # only splits a sum
+    "kolibri1": names("intermediate_size"),  # no layer is dense
     "lfm2-vl": names(
         "do_image_splitting downsample_factor encoder_patch_size max_image_tokens max_num_patches "
         "max_pixels_tolerance max_tiles min_image_tokens min_tiles projector_bias "

@@ -72,7 +72,8 @@ def as_read(
     """
     reader = _Reader(config, folder, head)
     changed, unread = reader.read(config, module, args)
-    config_keys.judge(unread, module, config, reader.reference)
+    library = "mlx-lm" if f"{MLX_LM}{module}" in sys.modules else "mlx-vlm"
+    config_keys.judge(unread, module, config, reader.reference, library)
     return changed
 
 

@@ -22,10 +22,14 @@ from mlx_lm.models import mla, rope_utils
 
 from vllm_metal.patches.mlx_patches.mlx_vlm_families import family
 from vllm_metal.patches.mlx_patches.replacing import MLX_VLM, spread
+from vllm_metal.patches.mlx_patches.seam import AttendingCache
 from vllm_metal.settings.mlx_vlm_models import RELEASES, TextModel
 
 #: Files of a family's folder that build no part of its text model.
 _NOT_OF_TEXT = ("audio", "image", "processing", "video", "vision")
+#: Attributes in which a `LanguageModel` keeps positions from one call to the next.
+_POSITION_STATE = ("_position_ids", "_rope_deltas")
+_COORDINATES = 3  # of a position in images and videos: time, height, width
 
 
 def classes(row: TextModel) -> tuple[type, type]:
@@ -77,12 +81,27 @@ def install() -> None:
     if ropes is not None:
         own = inspect.unwrap(ropes.initialize_rope)
         spread("initialize_rope", own, _rope_of_mlx_lm(own))
+    base = sys.modules.get(f"{MLX_VLM}base")
+    if base is not None:
+        own = inspect.unwrap(base.cache_position_offset)
+        spread("cache_position_offset", own, _offset_of_dense_caches(own))
     projections = sys.modules.get(f"{MLX_VLM}mla")
     if projections is not None:
         for name in ("MultiLinear", "QuantizedMultiLinear"):
             of_mlx_vlm = getattr(projections, name)
             if of_mlx_vlm is not getattr(mla, name):
                 spread(name, of_mlx_vlm, getattr(mla, name))
+
+
+@functools.cache
+def _offset_of_dense_caches(own: Callable[[Any], int]) -> Callable[[Any], int]:
+    @functools.wraps(own)
+    def cache_position_offset(cache: Any) -> int:
+        if isinstance(cache, AttendingCache):
+            raise NotImplementedError("the model reads one position for all texts of a step")
+        return own(cache)
+
+    return cache_position_offset
 
 
 @functools.cache
@@ -112,6 +131,38 @@ def _rope_of_mlx_lm(own: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return initialize_rope
 
 
+def _check_positions(language_model: nn.Module, row: TextModel) -> None:
+    """Raises NotImplementedError if a model remembers positions of the newest call's text."""
+    for name in _POSITION_STATE:
+        if hasattr(language_model, name):
+            raise NotImplementedError(
+                f"mlx-vlm's family {row.folder} keeps {name} of one text in its module, which is "
+                "not supported with texts that share a step"
+            )
+
+
+def _positions(inputs: mx.array, cache: Any, axes: str) -> mx.array:
+    """Returns positions of [B, L] tokens after `cache`, the same in each of three coordinates."""
+    # Of text; those of images differ. A cache of a step has [B] offsets, any other has one.
+    offset = 0 if cache is None else cache[0].offset
+    positions = mx.arange(inputs.shape[1]) + mx.array(offset).reshape(-1, 1)
+    positions = mx.broadcast_to(positions, inputs.shape)
+    if "c" not in axes:
+        return positions
+    positions = mx.broadcast_to(positions[None], (_COORDINATES, *inputs.shape))
+    return positions.transpose(*map("cbt".index, axes))
+
+
+def _logits(
+    language_model: nn.Module, inputs: mx.array, cache: Any, positions: mx.array
+) -> mx.array:
+    # Without the code of `LanguageModel.__call__`, which keeps positions of one text between calls.
+    hidden = language_model.model(inputs, cache=cache, position_ids=positions)
+    if "lm_head" in language_model:
+        return cast(mx.array, language_model.lm_head(hidden))
+    return cast(mx.array, language_model.model.embed_tokens.as_linear(hidden))
+
+
 class _NoTower:
     """Stands for a tower of a family's model; leaves the tower's tensors as they are."""
 
@@ -136,10 +187,15 @@ def _text_model(row: TextModel, family_model: Any) -> type:
             self.config, self.args = config, text
             self.model_type = config.model_type
             self.language_model = _language_model(code.LanguageModel, text, config)
+            if not row.position_axes:
+                _check_positions(self.language_model, row)
             for name in row.towers:
                 object.__setattr__(self, name, _NoTower())
 
         def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+            if row.position_axes:
+                positions = _positions(inputs, cache, row.position_axes)
+                return _logits(self.language_model, inputs, cache, positions)
             return cast(mx.array, self.language_model(inputs, cache=cache).logits)
 
         @property

@@ -117,7 +117,9 @@ PAGED: Patches = {
     "plamo3": (plamo.plamo3,),
 }
 #: The same for modules below mlx_vlm.models, by their dotted paths, such as "klear.language".
-OF_MLX_VLM: Patches = {}
+OF_MLX_VLM: Patches = {
+    "cohere2_moe.language": (layer_kinds.cohere2_moe,),
+}
 
 
 def classes(config: dict[str, Any]) -> tuple[type, type]:

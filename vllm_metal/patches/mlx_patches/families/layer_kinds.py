@@ -47,6 +47,29 @@ def cohere2(module: ModuleType) -> None:
     module.Model.make_cache = caches_by_window
 
 
+def cohere2_moe(module: ModuleType) -> None:
+    """Makes Cohere 2 MoE choose windows as transformers does, and weigh experts by its softmax.
+
+    mlx-vlm's module gives leading dense layers no window, and counts periods from the first layer
+    instead of the first one with experts. Its softmax covers all experts, not the chosen ones.
+    """
+
+    def is_sliding(args: Any, layer_idx: int) -> bool:
+        if args.layer_types is not None:
+            return bool(args.layer_types[layer_idx] == _SLIDING)
+        dense = args.first_k_dense_replace
+        if layer_idx < dense:
+            return (layer_idx + 1) % args.prefix_dense_sliding_window_pattern != 0
+        return (layer_idx - dense + 1) % args.sliding_window_pattern != 0
+
+    def normalize(block: Any, args: Any) -> None:
+        # Equal to a softmax over the chosen experts' scores.
+        block.norm_topk_prob = block.norm_topk_prob or args.moe_gate_act == "softmax"
+
+    module.is_sliding_layer = is_sliding  # type: ignore[attr-defined]
+    after_init(module.CohereMoeSparseMoeBlock, normalize)
+
+
 def gemma3_text(module: ModuleType) -> None:
     """Makes Gemma 3 choose windows by `layer_types`, and scale embeddings in the model's dtype."""
     _with_layer_types(module, "ModelArgs", "sliding_window_pattern", _SLIDING)
