@@ -63,20 +63,14 @@ def prompts():
     return [rng.integers(2, VOCAB, length).tolist() for length in (128, 100, 65, 200)]
 
 
-@pytest.mark.parametrize("model", ["full", pytest.param("windowed", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("first_tokens", [1, pytest.param(24, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("model", "first_tokens"), [("full", 1), pytest.param("windowed", 24, marks=pytest.mark.slow)]
+)
 def test_a_draft_model(tiny_models, tmp_path, prompts, model, first_tokens):
     spec = {"method": "draft_model", "model": str(tiny_models / f"{model}-draft")}
     check_acceptance(
         str(tiny_models / model), tmp_path / "cache", prompts, spec, first_tokens, slack=0
     )
-
-
-@pytest.mark.slow
-def test_prompt_lookup(tiny, tmp_path, prompts):
-    spec = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    prompts = [prompt[:40] * 3 for prompt in prompts]
-    check_acceptance(tiny, tmp_path / "cache", prompts, spec, 1, slack=0)
 
 
 @pytest.mark.slow
