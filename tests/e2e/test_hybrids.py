@@ -248,7 +248,7 @@ def disk_options(folder):
     return {"additional_config": {"prefix_cache_dir": str(folder), "fixed_draft_length": True}}
 
 
-@families(more=KINDS[:1])
+@families()
 def test_a_restart_finds_states_on_disk(folders, name, tmp_path):
     dense, prompts = Dense(folders[name]), prompts_of(8)
     for start in range(2):
