@@ -256,7 +256,13 @@ def test_a_file_that_is_written_again_is_copied(rewriting):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "preemption",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in TRAFFIC if x != "preemption"),
+    ],
+)
 def test_copies_change_no_token(rewriting, name):
     rng = np.random.default_rng(4)
     asked = [repeating.text(rng, 2 * FILE + 1 + 5 * number, FILE) for number in range(4)]
