@@ -271,8 +271,5 @@ def test_groups_with_windows_and_a_draft_model(tiny_models):
 
 @pytest.mark.more
 @pytest.mark.parametrize("model", ["full", pytest.param("windowed", marks=pytest.mark.slow)])
-def test_an_fp8_cache_and_larger_blocks(tiny_models, model):
-    for options in ({"kv_cache_dtype": "fp8"}, {"block_size": 32}):
-        check_all(
-            str(tiny_models / model), None, True, block=options.get("block_size", 16), **options
-        )
+def test_an_fp8_cache_in_larger_blocks(tiny_models, model):
+    check_all(str(tiny_models / model), None, True, block=32, kv_cache_dtype="fp8", block_size=32)
