@@ -66,7 +66,7 @@ def test_groups_with_windows(tiny_models, tmp_path):
     assert whole < len(pages(tmp_path)) < 3 * whole
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_kernels(short, tmp_path, interpreted):
     prompts = random_prompts((50, 17), VOCAB)
     options = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
