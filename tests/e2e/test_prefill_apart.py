@@ -165,8 +165,8 @@ class ByPosition:
         return True
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("ahead", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, False])
 def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahead):
     """The comparison above finds the error that it is for."""
     toy = toys["draft_model"]

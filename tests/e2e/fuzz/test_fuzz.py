@@ -159,7 +159,7 @@ def explained(campaign, seed, num_requests, most_replays):
     return campaign.explain(run, problem, most_replays)
 
 
-@pytest.mark.more
+@pytest.mark.slow
 def test_a_hash_without_the_salt_is_found_and_made_small(campaign, monkeypatch):
     keys = kv_cache_utils.generate_block_hash_extra_keys
 
