@@ -180,7 +180,7 @@ def test_context_states_logits_and_scores_are_vllms(bench):
 SERVED = [name for name in CASES if name != "dspark with a bonus row"]
 
 
-@pytest.mark.parametrize("name", cases(SERVED, ["mixed"], ["dflash", "dflash2", "dspark"]))
+@pytest.mark.parametrize("name", cases(SERVED, ["mixed"], ["dflash2"]))
 def test_the_engine_serves_what_the_model_generates(name, tmp_path):
     method, _, _, of_shapes, extra, changes = CASES[name]
     target = write_target(tmp_path / "target")
@@ -367,7 +367,7 @@ def test_a_drafter_of_other_heads_beside_windows_and_scaled_embeddings(tmp_path)
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("from_anchor", [True, False])
+@pytest.mark.parametrize("from_anchor", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_drafts_of_a_known_chain_are_accepted_in_either_layout(tmp_path, from_anchor):
     """Without its layers, the target tells each token from the one before alone."""
     target = write_target(tmp_path / "target")
