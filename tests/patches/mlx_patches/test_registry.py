@@ -24,8 +24,9 @@ from vllm_metal.patches.mlx_patches import registry
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
-#: Maps mlx-lm's module to the small model that shows the difference; LFM2-VL: tests/engine/vision.
-NOT_HERE = ("lfm2-vl", "rope_utils")
+#: Maps mlx-lm's module to the small model that shows the difference; LFM2-VL: tests/engine/vision,
+#: Mistral 3 and Pixtral: tests/engine/models/nested.py.
+NOT_HERE = ("lfm2-vl", "rope_utils", "mistral3", "pixtral")
 SHOWN = {module: module for module in registry.PATCHES if module not in NOT_HERE}
 SHOWN |= {module: text for text, module in registry.TEXT_MODELS.items()}
 SHOWN["llama"] = "mistral"
