@@ -47,8 +47,9 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
     Args:
         folder: gets them.
         for_kernels: with one head of 64 elements, which the kernels serve, in place of small ones,
-            and FEW tokens. There are three more then: "windowed", MTP with a window on every other
-            layer; "hybrid", MTP of a model with recurrent layers; and "hybrid, draft model".
+            and FEW tokens. There are more then: "windowed", MTP with a window on every other layer;
+            "several", an MTP layer for each draft; "hybrid", MTP of a model with recurrent layers;
+            "hybrid, draft model" and "hybrid, dflash".
     """
     vocab = FEW if for_kernels else VOCAB
     small: dict[str, Any] = {"vocab_size": vocab}
@@ -105,7 +106,9 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
         method: Toy(str(target), common | {"method": method, "model": str(path)})
         for method, path in drafts.items()
     }
-    of_target = {"mtp": "glm4_moe"} | ({"windowed": "exaone_moe, windowed"} if for_kernels else {})
+    of_target = {"mtp": "glm4_moe"}
+    if for_kernels:
+        of_target |= {"windowed": "exaone_moe, windowed", "several": "exaone_moe, several layers"}
     for name, case in of_target.items():
         config, shapes, *_ = CASES[case]
         model = write_mtp(folder / name, config | small, sized(shapes))

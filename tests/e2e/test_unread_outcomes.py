@@ -22,8 +22,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_metal.engine.worker.model_runner import ModelRunner
 
-TOYS = (*METHODS, "windowed", "hybrid", "hybrid, draft model", "hybrid, dflash")
-MARKS = {"draft_model": (), "hybrid": pytest.mark.more}
+TOYS = (*METHODS, "windowed", "several", "hybrid", "hybrid, draft model", "hybrid, dflash")
+MARKS = {"draft_model": (), "hybrid": pytest.mark.more, "several": pytest.mark.more}
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +103,9 @@ LOAD = [  # length of the prompt, what is asked
 ]
 
 
-#: A request of 96 tokens takes as many of each group, so that the pool is short of some: here there
-#: are three groups.
-NUM_BLOCKS = {"windowed": 30}
+#: A request of 96 tokens takes as many of each group, so that the pool is short of some:
+#: there are three and seven groups.
+NUM_BLOCKS = {"windowed": 30, "several": 90}
 
 
 @pytest.mark.more

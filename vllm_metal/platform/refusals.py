@@ -193,8 +193,6 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
         f"{', '.join(method.architectures)})": (
             bool(method.architectures) and architecture not in method.architectures
         ),
-        f"{option}num_speculative_tokens {speculation.num_speculative_tokens} with several MTP "
-        "layers (only the first is served: 1)": speculation.use_multi_module_mtp(),
         f"{option}rejection_sample_method {speculation.rejection_sample_method!r} (only the "
         "lossless 'standard')": speculation.rejection_sample_method != "standard",
         f"{option}draft_sample_method {speculation.draft_sample_method!r} (drafts are the most "

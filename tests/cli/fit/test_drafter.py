@@ -4,6 +4,7 @@
 import json
 
 import mlx.core as mx
+import numpy as np
 import pytest
 import torch
 from cli.fit.models import read, settings
@@ -11,6 +12,8 @@ from engine.spec_decode import blocks
 from engine.spec_decode.heads import engine_config, write_head, write_target
 from engine.spec_decode.hybrids import write_hybrid
 from engine.spec_decode.splitter import split
+from engine.spec_decode.test_mtp import CASES
+from engine.spec_decode.test_mtp import write as write_mtp
 from engine.spec_decode.test_mtp_hybrids import parameters
 from engine.spec_decode.test_mtp_split import without_layers
 from mlx.utils import tree_flatten
@@ -147,6 +150,19 @@ def test_a_models_mtp_layer_is_an_engines(whole, tmp_path, monkeypatch, options)
     assert kv_cache_specs(beside.all_layers, 16, mx.float32) == kv_cache_specs(
         of_engine, 16, mx.float32
     )
+
+
+def test_several_mtp_layers_are_an_engines(tmp_path):
+    """Their common parts are counted once."""
+    config, shapes, *_ = CASES["exaone_moe, several layers"]
+    target = write_mtp(tmp_path / "target", config, shapes)
+    model = loader.load(engine_config(target, target, "mtp"))
+    network = load_network(engine_config(target, target, "mtp"), ModelParts(model))
+    beside = MTPDrafter.find(str(target)).add_to(read(target, FLOAT))
+    counted = {name: 4 * np.prod(shape) for name, shape in shapes.items()}
+    assert beside.draft_weights == sum(counted.values())
+    specs = [kv_cache_specs(each, 16, mx.float32) for each in (beside.guests, network.layers)]
+    assert len(network.layers) == 4 and specs[0] == specs[1]
 
 
 def asked(target, capsys, *options):

@@ -131,7 +131,7 @@ def test_a_layer_of_mla_is_read_as_the_targets_are(tmp_path, model_type, archite
     write(tmp_path, model_type, fp8)
     model, _ = load_model(tmp_path)
     family = MTP_FAMILIES[architecture]
-    head = MTPHead(family, model.args, family.build_block(model.args, {})[0])
+    head = MTPHead(family, model.args, family.build_block(model.args, {}, 0)[0])
     placed = mtp_weights(configured(tmp_path, torch.float32), family, model, LAYERS, head)
     wanted = {f"block.{name}": a for name, a in tree_flatten(model.layers[1].parameters())}
     ends = {"embedding_norm.weight", "hidden_norm.weight", "norm.weight", "fc.weight"}
@@ -147,7 +147,7 @@ def test_a_layer_of_mla_is_read_as_the_targets_are(tmp_path, model_type, archite
     for name, array in wanted.items():
         assert mx.array_equal(found[name], array.astype(mx.float32)), name
     assert [found[name][0].item() for name in sorted(ends - {"fc.weight"})] == [5, 5, 16]
-    block, window = family.build_block(model.args, {})
+    block, window = family.build_block(model.args, {}, 0)
     block.load_weights([(n.removeprefix("block."), a) for n, a in found.items() if n not in ends])
     assert window is None
     hidden, mask = mx.random.normal((1, 6, HIDDEN), key=mx.random.key(0)), mx.tri(6) > 0

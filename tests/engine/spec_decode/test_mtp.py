@@ -24,10 +24,12 @@ from engine.spec_decode.heads import (
     serve_and_check,
     write_target,
 )
-from vllm.config import set_current_vllm_config
+from vllm.config import KVTransferConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models.glm4_moe import Glm4MoeMLP
 
 from vllm_metal.engine.models import loader, parts
+from vllm_metal.engine.spec_decode.proposer import DraftRequest
 from vllm_metal.engine.spec_decode.registry import load_network
 
 LAYERS, EXPERTS, WINDOW = 4, 4, 20
@@ -110,21 +112,37 @@ MIMO_LAYER = (
     | attention_and_norms("model.mtp_layers.0", biases=True)
     | mlp("model.mtp_layers.0.mlp", 96)
 )
-GLM_NAME = f"model.layers.{LAYERS}"
-GLM_LAYER = (
-    joining(GLM_NAME, "enorm", "hnorm", "eh_proj", "shared_head.norm")
-    | attention_and_norms(GLM_NAME, head_norms=True)
-    | mlp(f"{GLM_NAME}.mlp.shared_experts", 32)
-    | {f"{GLM_NAME}.mlp.gate.weight": (EXPERTS, HIDDEN)}
-    | {f"{GLM_NAME}.mlp.gate.e_score_correction_bias": (EXPERTS,)}
-)
-for expert in range(EXPERTS):
-    GLM_LAYER |= mlp(f"{GLM_NAME}.mlp.experts.{expert}", 32)
-EXAONE_LAYER = (
-    joining("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
-    | attention_and_norms("mtp.layers.0", head_norms=True)
-    | mlp("mtp.layers.0.mlp", 96)
-)
+
+
+def glm_layer(index=0):
+    name = f"model.layers.{LAYERS + index}"
+    shapes = (
+        joining(name, "enorm", "hnorm", "eh_proj", "shared_head.norm")
+        | attention_and_norms(name, head_norms=True)
+        | mlp(f"{name}.mlp.shared_experts", 32)
+        | {f"{name}.mlp.gate.weight": (EXPERTS, HIDDEN)}
+        | {f"{name}.mlp.gate.e_score_correction_bias": (EXPERTS,)}
+    )
+    for expert in range(EXPERTS):
+        shapes |= mlp(f"{name}.mlp.experts.{expert}", 32)
+    return shapes
+
+
+def exaone_layers(count=1):
+    shapes = joining("mtp", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+    for name in (f"mtp.layers.{index}" for index in range(count)):
+        shapes |= attention_and_norms(name, head_norms=True) | mlp(f"{name}.mlp", 96)
+    return shapes
+
+
+GLM_LAYER, EXAONE_LAYER = glm_layer(), exaone_layers()
+#: One layer for each draft; the last windows are longer than others, and than the layers' own.
+SEVERAL = {"num_nextn_predict_layers": K}
+GLM_LAYERS = {name: shape for index in range(K) for name, shape in glm_layer(index).items()}
+EXAONE_KINDS = {
+    "mtp_layer_types": ["sliding_attention", "full_attention"] * (K // 2),
+    "mtp_sliding_windows": [WINDOW, None, WINDOW // 2, None],
+}
 #: Target, arrays of its MTP layer, quantized or not, layer whose states are read (from the end),
 #: vLLM's module and class.
 CASES = {
@@ -136,6 +154,13 @@ CASES = {
         EXAONE | {"mtp_layer_types": ["full_attention"]},
         EXAONE_LAYER, False, -1, "exaone_moe_mtp", "ExaoneMoeMTP",
     ),
+    "glm4_moe, several layers": (
+        GLM | SEVERAL, GLM_LAYERS, False, -1, "glm4_moe_mtp", "Glm4MoeMTP"
+    ),
+    "exaone_moe, several layers": (
+        EXAONE | SEVERAL | EXAONE_KINDS,
+        exaone_layers(K), False, -1, "exaone_moe_mtp", "ExaoneMoeMTP",
+    ),
 }  # fmt: skip
 
 
@@ -143,7 +168,8 @@ def write(folder, config, shapes, quantized=False):
     """A target whose checkpoint carries its MTP layer, perhaps quantized as the rest of it."""
     arrays = {}
     for name, tensor in random_arrays(shapes).items():
-        array = mx.array(tensor.numpy())
+        # Large, so that drafts depend on the K/V of single positions.
+        array = mx.array(tensor.numpy()) * (4 if "self_attn" in name else 1)
         if quantized and array.ndim == 2 and ".gate.weight" not in name:
             parts = mx.quantize(array, **QUANTIZATION)
             names = [name.removesuffix("weight") + part for part in ("weight", "scales", "biases")]
@@ -183,6 +209,7 @@ class NaiveMoE(torch.nn.Module):
         self.gate = torch.nn.Linear(HIDDEN, EXPERTS, bias=False)
         self.gate.e_score_correction_bias = torch.nn.Parameter(torch.empty(EXPERTS))
         self.shared_experts = Glm4MoeMLP(HIDDEN, 32, "silu", prefix=f"{prefix}.shared_experts")
+        self.name = prefix
 
     def forward(self, rows):
         scores = self.gate(rows).sigmoid()
@@ -192,7 +219,7 @@ class NaiveMoE(torch.nn.Module):
         out = self.shared_experts(rows)
         for expert in range(EXPERTS):
             gate, up, down = (
-                self.arrays[f"{GLM_NAME}.mlp.experts.{expert}.{kind}_proj.weight"]
+                self.arrays[f"{self.name}.experts.{expert}.{kind}_proj.weight"]
                 for kind in ("gate", "up", "down")
             )
             inner = torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)
@@ -209,6 +236,12 @@ class Judge:
         draft = copy.copy(config)
         draft.model_config = config.speculative_config.draft_model_config
         weights = read(folder)
+        heads = {
+            f"{name.partition('eh_proj')[0]}shared_head.head.weight"
+            for name in weights
+            if "eh_proj" in name
+        }
+        weights |= dict.fromkeys(heads, weights["lm_head.weight"])  # as checkpoints repeat it
         names = "vllm.model_executor.models"
         with (
             one_process(),
@@ -232,15 +265,28 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, text, drafts):
-        """[len(drafts), V]: what the layer thinks of each draft's place."""
+        """[len(drafts), V]: what the layers think of each draft's place."""
         hidden = self.target.states(text)[self.layer_id][:-1]
-        found = []
         with one_process(), set_current_vllm_config(self.config):
-            for index in range(len(drafts)):
-                tokens = torch.tensor([*text[1:], *drafts[:index]])
-                out = self.module(tokens, torch.arange(len(tokens)), hidden)
-                found.append(self.module.compute_logits(out[-1:])[0])
-                hidden = torch.cat([hidden, out[-1:]])
+            several = self.config.speculative_config.use_multi_module_mtp()
+            return (self.by_layer if several else self.by_first)(hidden, text, drafts)
+
+    def by_layer(self, hidden, text, drafts):
+        """As vLLM's MultiModuleMTPSpeculator: layer i reads the tokens i places further."""
+        found, positions = [], torch.arange(len(hidden))
+        for index in range(len(drafts)):
+            tokens = torch.tensor([*text, *drafts][1 + index : 1 + index + len(hidden)])
+            hidden = self.module(tokens, positions, hidden, spec_step_idx=index)
+            found.append(self.module.compute_logits(hidden[-1:], spec_step_idx=index)[0])
+        return torch.stack(found).numpy()
+
+    def by_first(self, hidden, text, drafts):
+        found = []
+        for index in range(len(drafts)):
+            tokens = torch.tensor([*text[1:], *drafts[:index]])
+            out = self.module(tokens, torch.arange(len(tokens)), hidden)
+            found.append(self.module.compute_logits(out[-1:])[0])
+            hidden = torch.cat([hidden, out[-1:]])
         return torch.stack(found).numpy()
 
 
@@ -250,7 +296,11 @@ def mtp_config(folder, **options):
 
 @pytest.fixture(
     scope="module",
-    params=cases(CASES, ["mimo", "glm4_moe"], ["glm4_moe, quantized", "exaone_moe, windowed"]),
+    params=cases(
+        CASES,
+        ["mimo", "glm4_moe", "glm4_moe, several layers"],
+        ["glm4_moe, quantized", "exaone_moe, windowed", "exaone_moe, several layers"],
+    ),
 )
 def bench(request, tmp_path_factory):
     target, shapes, quantized, layer_id, module, family = CASES[request.param]
@@ -293,7 +343,7 @@ def test_a_layer_of_another_target_is_named(tmp_path):
     target = write(tmp_path / "target", GLM, {})
     narrow = GLM | {"moe_intermediate_size": 16}
     other = {name: shape for name, shape in GLM_LAYER.items() if ".shared_experts." not in name}
-    other |= mlp(f"{GLM_NAME}.mlp.shared_experts", 16)
+    other |= mlp(f"model.layers.{LAYERS}.mlp.shared_experts", 16)
     mimo = write(tmp_path / "mimo", MIMO, MIMO_LAYER)
     with pytest.raises(ValueError, match=r"MTP layers of mimo with a model of type glm4_moe: cho"):
         engine_config(target, mimo, "mtp", trust_remote_code=True)
@@ -303,14 +353,66 @@ def test_a_layer_of_another_target_is_named(tmp_path):
         load_network(config, parts.ModelParts(model))
 
 
-def test_several_layers_are_not_served(tmp_path):
-    several = write(tmp_path / "several", GLM | {"num_nextn_predict_layers": 2}, {})
-    with pytest.raises(ValueError, match="num_speculative_tokens 4 with several MTP layers"):
-        mtp_config(several)
+@pytest.mark.usefixtures("unfused")
+def test_layers_of_their_own_drafts_leave_whole_blocks(tmp_path):
+    """K/V of a block's last positions follow from as many tokens after it as there are layers."""
+    folder = write(tmp_path / "target", GLM | SEVERAL, GLM_LAYERS)
+    config = mtp_config(folder)
+    bench = Bench(config, Judge(config, folder, -1, "glm4_moe_mtp", "Glm4MoeMTP"))
+    prefix = bench.prompt(2 * BLOCK + K)
+    bench.begin(0, prefix + bench.prompt(2))
+    bench.step([0], [0])
+    here, none = np.array([0], np.int32), np.array([0], np.int32)
+    known = here + 2 * BLOCK + bench.proposer.lookahead
+    bench.proposer.complete_draft_kv(DraftRequest(bench.token_ids_np, here, known, none))
+    shared = bench.tables.tables_np[0][0, :2].tolist()
+    bench.proposer.forget_request(0)
+    bench.begin(1, prefix + bench.prompt(3), shared)
+    assert bench.step([1], [0]) == [0]
+    assert bench.step([1], [K]) == [K]
+
+
+SEVERAL_REFUSED = {
+    "fewer than drafts": (
+        GLM | {"num_nextn_predict_layers": 2},
+        {},
+        "num_speculative_tokens 4 .config.json states 2 MTP layers.* choose 2 or fewer",
+    ),
+    "not of that family": (MIMO | SEVERAL, {}, "only the first is served.*choose 1 or fewer"),
+    "stored": (
+        GLM | SEVERAL,
+        {"kv_transfer_config": KVTransferConfig("MetalKVConnector", kv_role="kv_both")},
+        "several MTP layers and a KV connector",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL_REFUSED)
+def test_several_layers_are_rejected_with(tmp_path, name):
+    target, options, reason = SEVERAL_REFUSED[name]
+    with pytest.raises(ValueError, match=reason):
+        mtp_config(write(tmp_path / "target", target, {}), **options)
+
+
+def test_each_of_several_layers_drafts_one_token_by_default(tmp_path):
+    folder = write(tmp_path / "target", GLM | SEVERAL, GLM_LAYERS)
+    args = EngineArgs(str(folder), skip_tokenizer_init=True, speculative_config={"method": "mtp"})
+    config = args.create_engine_config()
+    assert config.num_speculative_tokens == K
+    assert config.num_prefill_lookahead_tokens == config.num_hash_lookahead_tokens == K
+    config.speculative_config.num_speculative_tokens = 2
+    network = load_network(config, parts.ModelParts(loader.load(config)))
+    assert [layer.name for layer in network.layers] == ["draft.layers.0", "draft.layers.1"]
 
 
 @pytest.mark.usefixtures("unfused")
-@pytest.mark.parametrize("family", cases(["mimo", "glm4_moe, quantized"], more=["mimo"]))
+@pytest.mark.parametrize(
+    "family",
+    cases(
+        ["mimo", "glm4_moe, quantized", "exaone_moe, several layers"],
+        more=["mimo", "exaone_moe, several layers"],
+    ),
+)
 def test_served(tmp_path, monkeypatch, family):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     target, shapes, quantized, *_ = CASES[family]

@@ -20,7 +20,7 @@ from vllm_metal.cli.fit.estimate import Model
 from vllm_metal.engine.attention.context_layer import ContextLayer
 from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
 from vllm_metal.engine.models.loader import weight_bytes
-from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
+from vllm_metal.engine.models.mtp_families import ENDS, MTP_FAMILIES
 from vllm_metal.engine.models.mtp_weights import mtp_weights
 from vllm_metal.engine.spec_decode import block_config, mtp_folders, packed_network
 from vllm_metal.engine.spec_decode.block_config import BlockConfig
@@ -112,7 +112,7 @@ class Drafter:
 
 @dataclass(frozen=True)
 class MTPDrafter:
-    """An MTP layer, which drafts by default if a model has one; its weights are not loaded."""
+    """MTP layers, which draft by default if a model has any; their weights are not loaded."""
 
     folder: Path  # the model's, or that of split layers
     num_drafts: int
@@ -125,11 +125,11 @@ class MTPDrafter:
         return None if found is None else MTPDrafter(found, default_mtp_drafts(published(found)))
 
     def add_to(self, model: Model) -> Model:
-        """Adds the layer to a model.
+        """Adds the layers to a model.
 
         Raises:
-            NotImplementedError: the layer has a kind of state that the paged path does not support.
-            ModelLoadError: its weights are unreadable.
+            NotImplementedError: a layer has a kind of state that the paged path does not support.
+            ModelLoadError: the weights are unreadable.
         """
         content = published(self.folder)
         is_split = mtp_folders.is_split(content)
@@ -137,7 +137,6 @@ class MTPDrafter:
         family = MTP_FAMILIES[names] if names else mtp_folders.family_of(content)
         assert family is not None  # else it is not found
         args, dtype = model.parts.text_args, MLX_DTYPES[model.dtype]
-        head, layer = build_layer(family, args, content, dtype)
         checkpoint = SimpleNamespace(
             model=str(self.folder), revision=None, hf_config=SimpleNamespace(is_split=is_split)
         )
@@ -145,11 +144,18 @@ class MTPDrafter:
             speculative_config=SimpleNamespace(draft_model_config=checkpoint),
             model_config=SimpleNamespace(dtype=model.dtype),
         )
-        placed = mtp_weights(
-            cast("VllmConfig", config), family, model.parts.model, args.num_hidden_layers, head
-        )
-        weights = sum(array.nbytes for array in placed.arrays.values())
-        return replace(model, draft_weights=weights, guests=[layer])
+        of_target = family, model.parts.model, args.num_hidden_layers
+        weights, layers = 0, []
+        for index in range(mtp_folders.num_drafting(content)):
+            head, layer = build_layer(family, args, content, dtype, index)
+            placed = mtp_weights(cast("VllmConfig", config), *of_target, head, index)
+            layers.append(layer)
+            weights += sum(
+                array.nbytes
+                for name, array in placed.arrays.items()
+                if not (index and family.shares_ends and name.startswith(ENDS))
+            )
+        return replace(model, draft_weights=weights, guests=layers)
 
 
 def _stored(folder: Path, dtype: mx.Dtype, packed: bool) -> int:

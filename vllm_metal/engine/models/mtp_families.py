@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describes MTP layers by family: array names of the first one in a checkpoint, and its parts.
+"""Describes MTP layers by family: their array names in a checkpoint, and their parts.
 
 Does not need MLX; only the functions that build a decoder layer import it.
 """
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-#: Builds the decoder layer from mlx-lm's arguments and config.json: the layer and its sliding
-#: window in tokens, or None without a window.
-BlockBuilder = Callable[[Any, Mapping[str, Any]], "tuple[nn.Module, int | None]"]
+#: Builds the decoder layer of an MTP layer from mlx-lm's arguments, config.json and the MTP layer's
+#: index: the layer and its sliding window in tokens, or None without a window.
+BlockBuilder = Callable[[Any, Mapping[str, Any], int], "tuple[nn.Module, int | None]"]
 
 
+#: Parts of an MTP layer beside its decoder layer, as MTPHead names them.
+ENDS = ("embedding_norm", "hidden_norm", "fc", "norm")
 #: Conversions of a multimodal checkpoint put this before the names of its text model.
 _OF_TEXT = "language_model."
 
@@ -30,7 +32,8 @@ class MTPFamily:
 
     title: str  # the models' name, for users
     model_types: tuple[str, ...]  # of target models, in their config.json
-    prefix: str  # of the layer's array names; {} is replaced by the target's number of layers
+    #: Of a layer's array names; {} is replaced by its index, counted from the target's first layer.
+    prefix: str
     #: From the checkpoint's module names to MTPHead's; None marks copies of the target's embedding
     #: and head, which are not loaded. Unlisted names belong to the decoder layer.
     names: Mapping[str, str | None]
@@ -41,19 +44,39 @@ class MTPFamily:
     reads_normed: bool = True  # reads the target's states after its last norm, not before it
     feeds_normed: bool = True  # its next pass reads its own output after `norm`, not before it
     masks_first: bool = True  # trained with a zero embedding at the first position of a text
+    #: Of several layers in a checkpoint, layer i drafts token i, as vLLM computes it
+    #: (`multi_module_mtp`). In the other families vLLM runs the first layer alone.
+    one_per_draft: bool = False
     #: Checkpoints store norm weights minus one. mlx-lm adds one when it reads such a checkpoint,
     #: and conversions have it added.
     norms_from_zero: bool = False
 
-    def own_name(self, name: str, num_layers: int, is_split: bool = False) -> str | None:
+    @property
+    def shares_ends(self) -> bool:
+        """Whether all MTP layers of a checkpoint have the same ENDS."""
+        return "{}" not in self.prefix
+
+    def num_drafting(self, depth: int, is_split: bool) -> int:
+        """Returns how many of a checkpoint's MTP layers draft a token each; 1: the first does all.
+
+        Args:
+            depth: number of MTP layers that config.json states.
+            is_split: whether the checkpoint is a folder that mlx-vlm has split from another.
+        """
+        return depth if self.one_per_draft and depth and not is_split else 1
+
+    def own_name(
+        self, name: str, num_layers: int, is_split: bool = False, index: int = 0
+    ) -> str | None:
         """Returns an array's name in MTPHead, or None if the head does not load it.
 
         Args:
             name: the array's name in the checkpoint.
             num_layers: the target's.
             is_split: whether the checkpoint is a folder that mlx-vlm has split from another.
+            index: of the MTP layer.
         """
-        prefix, names = self.prefix.format(num_layers), self.names
+        prefix, names = self.prefix.format(num_layers + index), self.names
         if is_split:
             prefix, names = "", self.split_names or names
         name = name.removeprefix(_OF_TEXT)
@@ -61,12 +84,12 @@ class MTPFamily:
             return None
         rest = name.removeprefix(prefix)
         for theirs, own in names.items():
-            if rest.startswith(f"{theirs}."):
-                return own and own + rest.removeprefix(theirs)
+            if rest.startswith(f"{theirs.format(index)}."):
+                return own and own + rest.removeprefix(theirs.format(index))
         return f"block.{rest}"
 
 
-def _mimo_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
+def _mimo_block(args: Any, config: Mapping[str, Any], _: int) -> tuple[nn.Module, int | None]:
     from mlx_lm.models import mimo
 
     return mimo.TransformerBlock(args), None
@@ -75,21 +98,25 @@ def _mimo_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | 
 def _one_more(module: str, name: str) -> BlockBuilder:
     # Builds one more of the target's layers, always with full attention.
 
-    def build(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
+    def build(args: Any, config: Mapping[str, Any], index: int) -> tuple[nn.Module, int | None]:
         layer = getattr(import_module(f"mlx_lm.models.{module}"), name)
-        index = args.num_hidden_layers
+        place = args.num_hidden_layers + index
         if (kinds := getattr(args, "layer_types", None)) is not None:
-            args = dataclasses.replace(args, layer_types=[*kinds, "full_attention"])
-        return layer(args, index), None
+            more = ["full_attention"] * (index + 1)
+            args = dataclasses.replace(args, layer_types=[*kinds, *more])
+        return layer(args, place), None
 
     return build
 
 
-def _exaone_moe_block(args: Any, config: Mapping[str, Any]) -> tuple[nn.Module, int | None]:
+def _exaone_moe_block(
+    args: Any, config: Mapping[str, Any], index: int
+) -> tuple[nn.Module, int | None]:
     from mlx_lm.models import exaone_moe
 
-    (kind, *_) = config.get("mtp_layer_types") or args.layer_types
-    (window, *_) = config.get("mtp_sliding_windows") or [args.sliding_window]
+    kind = (config.get("mtp_layer_types") or args.layer_types)[index]
+    windows = config.get("mtp_sliding_windows")
+    window = windows[index] if windows else args.sliding_window
     # Always dense and with rotary positions, which mlx-lm only gives to windowed layers.
     args = dataclasses.replace(args, layer_types=["sliding_attention"], is_moe_layer=[False])
     return exaone_moe.DecoderLayer(args, 0), None if kind == "full_attention" else window
@@ -120,8 +147,8 @@ _APART = {
     "pre_fc_norm_hidden": "hidden_norm",
     "fc": "fc",
     "norm": "norm",
-    "layers.0": "block",
-    "layers": None,  # of further drafts
+    "layers.{}": "block",
+    "layers": None,  # other MTP layers'
 }
 
 
@@ -160,6 +187,7 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         _ONE_MORE_LAYER,
         _one_more("glm4_moe", "DecoderLayer"),
         feeds_normed=False,
+        one_per_draft=True,
     ),
     "Glm4MoeLiteMTPModel": MTPFamily(
         "GLM-4.7-Flash",
@@ -169,6 +197,7 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         _one_more("glm4_moe_lite", "Glm4MoeLiteDecoderLayer"),
         split_names=_ONE_MORE_LAYER_SPLIT,
         feeds_normed=False,
+        one_per_draft=True,
     ),
     "DeepSeekMTPModel": MTPFamily(
         "DeepSeek-V3",
@@ -176,6 +205,7 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         "model.layers.{}.",
         _ONE_MORE_LAYER,
         _one_more("deepseek_v3", "DeepseekV3DecoderLayer"),
+        one_per_draft=True,
     ),
     "ExaoneMoeMTP": MTPFamily(
         "K-EXAONE",
@@ -184,6 +214,7 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         _APART,
         _exaone_moe_block,
         masks_first=False,
+        one_per_draft=True,
     ),
     "Qwen3NextMTP": MTPFamily(
         "Qwen3-Next",

@@ -31,20 +31,30 @@ _NORMS = ("embedding_norm.weight", "hidden_norm.weight", "norm.weight")
 
 
 def mtp_weights(
-    config: VllmConfig, family: MTPFamily, model: nn.Module, num_layers: int, head: nn.Module
+    config: VllmConfig,
+    family: MTPFamily,
+    model: nn.Module,
+    num_layers: int,
+    head: nn.Module,
+    index: int = 0,
 ) -> Placed:
-    """Returns the layer's arrays by MTPHead's names, with prefix `block.` for its decoder layer.
+    """Returns a layer's arrays by MTPHead's names, with prefix `block.` for its decoder layer.
 
-    `config.speculative_config` names the checkpoint. `family`, `model` (mlx-lm's) and `num_layers`
-    are the target's; `head` has no weights.
+    Args:
+        config: vLLM's; its speculative_config names the checkpoint.
+        family: the target's.
+        model: the target, mlx-lm's.
+        num_layers: the target's.
+        head: without weights.
+        index: of the MTP layer.
 
     Raises:
-        loader.ModelLoadError: the checkpoint has no MTP layer, or is unreadable.
+        loader.ModelLoadError: the checkpoint has no such MTP layer, or is unreadable.
     """
     assert config.speculative_config is not None
     model_config = config.speculative_config.draft_model_config
     is_split = getattr(model_config.hf_config, "is_split", False)
-    own_name = partial(family.own_name, num_layers=num_layers, is_split=is_split)
+    own_name = partial(family.own_name, num_layers=num_layers, is_split=is_split, index=index)
 
     def wanted(name: str) -> bool:
         marks = family.norms_from_zero and name.endswith(_CONVOLUTION)
@@ -54,7 +64,8 @@ def mtp_weights(
     convolutions = {name: found.pop(name) for name in [*found] if name.endswith(_CONVOLUTION)}
     if not found:
         raise loader.ModelLoadError(
-            f"{model_config.model} contains no MTP layers ({family.prefix.format(num_layers)}*): "
+            f"{model_config.model} contains no MTP layers "
+            f"({family.prefix.format(num_layers + index)}*): "
             'most conversions to MLX drop them. Set "model" in --speculative-config to the '
             "original checkpoint, or choose another method"
         )

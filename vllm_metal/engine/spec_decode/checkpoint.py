@@ -12,7 +12,7 @@ from vllm_metal.engine.spec_decode import block_config, mtp_folders
 from vllm_metal.engine.spec_decode.mtp_folders import published
 from vllm_metal.engine.spec_decode.registry import BLOCK_DRAFTERS, method_of
 from vllm_metal.identity.model_files import ModelLoadError, is_gguf
-from vllm_metal.settings.architectures import SPLIT_MTP
+from vllm_metal.settings.architectures import SPLIT_MTP, mtp_depth
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -60,7 +60,9 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
 
 def default_mtp_drafts(content: Mapping[str, Any]) -> int:
     """Default number of drafts for MTP layers, from their checkpoint's config.json."""
-    return 1 if mtp_folders.depth_of(content) > 1 else DEFAULT_MTP_DRAFTS
+    if mtp_folders.depth_of(content) < 2:
+        return DEFAULT_MTP_DRAFTS
+    return mtp_folders.num_drafting(content)
 
 
 def _split_layers(target: ModelConfig) -> Path | None:
@@ -104,19 +106,21 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     speculation, method = config.speculative_config, method_of(config)
     if speculation is None or method is None or speculation.draft_model_config is None:
         return {}
-    draft = speculation.draft_model_config
+    draft, found = speculation.draft_model_config, {}
+    if "mtp" in method.names:
+        found = _of_depth(speculation, config.kv_transfer_config is not None)
     if draft.model is None or draft.model == config.model_config.model:
-        return {}
+        return found
     named = f"{_OPTION} model {draft.model!r}"
     folder = Path(draft.model)
-    found = {
+    found |= {
         f"{named} (the folder holds no weights, {', '.join(WEIGHTS)}: fetch them, or name another "
         "folder)": folder.is_dir()
         and not is_gguf(folder)
         and not any(any(folder.glob(kind)) for kind in WEIGHTS)
     }
     if "mtp" in method.names:
-        found |= _of_mtp_layers(draft, config.model_config)
+        found |= _of_another(draft, config.model_config)
     if method.hidden_size_keys:
         given = draft.hf_config.to_dict()
         size = next((given[key] for key in method.hidden_size_keys if given.get(key)), None)
@@ -131,7 +135,25 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
     return found
 
 
-def _of_mtp_layers(draft: ModelConfig, target: ModelConfig) -> dict[str, bool]:
+def _of_depth(speculation: SpeculativeConfig, has_store: bool) -> dict[str, bool]:
+    draft, asked = speculation.draft_model_config, speculation.num_speculative_tokens or 0
+    (architecture, *_) = draft.architectures
+    if (family := MTP_FAMILIES.get(architecture)) is None:  # rejected beside
+        return {}
+    depth = mtp_depth(draft.hf_text_config.to_dict())
+    most = family.num_drafting(depth, getattr(draft.hf_config, "is_split", False))
+    several = "" if most > 1 else ", and only the first is served for this family"
+    return {
+        f"{_OPTION} num_speculative_tokens {asked} (config.json states {depth} MTP layers, each "
+        f"of which drafts one token{several}: choose {most} or fewer)": depth > 1 and asked > most,
+        f"{_OPTION} num_speculative_tokens {asked} with several MTP layers and a KV connector "
+        "(a page's K/V would follow from tokens after it: choose 1)": (
+            has_store and min(most, asked) > 1
+        ),
+    }
+
+
+def _of_another(draft: ModelConfig, target: ModelConfig) -> dict[str, bool]:
     (architecture, *_) = draft.architectures
     family = MTP_FAMILIES.get(architecture)
     if family is None:  # rejected beside

@@ -16,20 +16,25 @@ import mlx.nn as nn
 from vllm_metal.engine.attention.layers import decoder_layer
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.models import loader
-from vllm_metal.engine.models.mtp_families import MTP_FAMILIES, MTPFamily
+from vllm_metal.engine.models.mtp_families import ENDS, MTP_FAMILIES, MTPFamily
 from vllm_metal.engine.models.mtp_weights import mtp_weights
 from vllm_metal.engine.models.parts import HiddenStates, ModelParts
 from vllm_metal.engine.spec_decode.head import Head
-from vllm_metal.engine.spec_decode.network import LAYER_PREFIX
+from vllm_metal.engine.spec_decode.mtp_chain import ChainPasses, ChainProposer, MTPChain
+from vllm_metal.engine.spec_decode.network import LAYER_PREFIX, DraftPool
 from vllm_metal.engine.spec_decode.packed_network import packings
-from vllm_metal.engine.spec_decode.paged_head import HeadNetwork
+from vllm_metal.engine.spec_decode.paged_head import HeadNetwork, HeadPasses, HeadProposer
 from vllm_metal.engine.weights.placing import install
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
+from vllm_metal.settings.architectures import mtp_depth
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
-    from vllm_metal.engine.vision.column import Axes
+    from vllm_metal.engine.batch.requests import Requests
+    from vllm_metal.engine.spec_decode.draft_writer import DraftWriter
+    from vllm_metal.engine.spec_decode.passes import Passes
+    from vllm_metal.engine.vision.column import Axes, ImageColumn
     from vllm_metal.engine.vision.rotation import Rotation
 
 
@@ -67,7 +72,7 @@ class MTPHead(Head):
 
 
 def build_layer(
-    family: MTPFamily, args: Any, config: Mapping[str, Any], dtype: mx.Dtype
+    family: MTPFamily, args: Any, config: Mapping[str, Any], dtype: mx.Dtype, index: int = 0
 ) -> tuple[MTPHead, StatefulLayer]:
     """Builds a family's MTP layer, without weights, and describes its state in the KV cache.
 
@@ -76,50 +81,100 @@ def build_layer(
         args: the target's, as mlx-lm reads them.
         config: config.json of the checkpoint.
         dtype: dtype of activations.
+        index: of the MTP layer.
 
     Raises:
         NotImplementedError: the paged path does not support the layer's state.
     """
-    block, window = family.build_block(args, config)
-    layer = decoder_layer(block, f"{LAYER_PREFIX}layers.0", args.hidden_size, dtype, window)
+    block, window = family.build_block(args, config, index)
+    name = f"{LAYER_PREFIX}layers.{index}"
+    layer = decoder_layer(block, name, args.hidden_size, dtype, window)
     return MTPHead(family, args, block), layer
 
 
 class MTP(HeadNetwork):
-    """The target's own MTP layer; if there are several, the first one makes every draft."""
+    """The target's own MTP layers: one makes all drafts, or each of several makes one."""
 
     def __init__(self, config: VllmConfig, target: ModelParts) -> None:
-        """Loads the layer and makes the target record its hidden states from now on.
+        """Loads the layers and makes the target record its hidden states from now on.
 
         Args:
             config: vLLM's; its speculative_config names the checkpoint, by default the target's.
-            target: the model that the layer was trained with.
+            target: the model that the layers were trained with.
 
         Raises:
-            loader.ModelLoadError: the checkpoint has no MTP layer, or one of another target.
+            loader.ModelLoadError: the checkpoint has no such MTP layers, or those of another
+                target.
             NotImplementedError: the target does not expose its hidden states, or the paged path
-                does not support the layer's state.
+                does not support a layer's state.
         """
         assert config.speculative_config is not None
         model_config = config.speculative_config.draft_model_config
         (architecture, *_) = model_config.architectures
         family = MTP_FAMILIES[architecture]  # the platform has refused all others
-        args, dtype = target.text_args, loader.mlx_dtype(config)
-        try:
-            head, layer = build_layer(family, args, model_config.hf_config.to_dict(), dtype)
-        except NotImplementedError as error:
-            raise NotImplementedError(f"the MTP layer of {model_config.model} {error}") from error
-        placed = mtp_weights(config, family, target.model, args.num_hidden_layers, head)
-        packed = packings(head, placed.arrays)
-        try:
-            install(head, replace(placed, packings=packed | placed.packings))
-        except ValueError as error:
-            raise loader.ModelLoadError(
-                f"the MTP layer of {model_config.model} does not fit the target: {error}"
-            ) from error
-        head.eval()
-        mx.eval(head.parameters())
+        count = num_layers(family, model_config, config.speculative_config.num_speculative_tokens)
+        found = [_load(config, family, target, index) for index in range(count)]
+        heads = [head for head, _ in found]
+        if family.shares_ends:
+            for other in heads[1:]:
+                other.update_modules({name: heads[0][name] for name in ENDS})
+        head: Head = MTPChain(heads) if count > 1 else heads[0]
         head.embed_tokens = target.input_embedding
         head.lm_head = target.output_head
         last = None if family.reads_normed else (len(target.model.layers),)
-        super().__init__(config, head, [layer], HiddenStates(target, last))
+        super().__init__(config, head, [layer for _, layer in found], HiddenStates(target, last))
+
+    def passes(self) -> HeadPasses:
+        head, images = self._head, self._images
+        return ChainPasses(head) if isinstance(head, MTPChain) else HeadPasses(head, images)
+
+    def drafting_by(self, passes: Passes) -> HeadProposer:
+        if not isinstance(self._head, MTPChain):
+            return super().drafting_by(passes)
+        return ChainProposer(self._head, passes, self._states, self._num_drafts)
+
+    def read_images(self, images: ImageColumn) -> None:
+        if isinstance(self._head, MTPChain):
+            raise loader.ModelLoadError(
+                "--speculative-config num_speculative_tokens "
+                f"{self._num_drafts} is not supported with images and several MTP layers. Choose "
+                "1, or serve text alone: --language-model-only."
+            )
+        super().read_images(images)
+
+    def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
+        if isinstance(self._head, MTPChain):  # a step does not know the tokens that they read
+            raise NotImplementedError("several MTP layers draft with the model alone")
+        return super().writer(pool, requests)
+
+
+def num_layers(family: MTPFamily, checkpoint: ModelConfig, num_drafts: int) -> int:
+    """Number of MTP layers to load for `num_drafts` drafts of a request, at least 1."""
+    is_split = getattr(checkpoint.hf_config, "is_split", False)
+    depth = mtp_depth(checkpoint.hf_text_config.to_dict())
+    return max(1, min(num_drafts, family.num_drafting(depth, is_split)))
+
+
+def _load(
+    config: VllmConfig, family: MTPFamily, target: ModelParts, index: int
+) -> tuple[MTPHead, StatefulLayer]:
+    """Loads an MTP layer; arguments and errors as of MTP."""
+    assert config.speculative_config is not None
+    model_config = config.speculative_config.draft_model_config
+    args, dtype = target.text_args, loader.mlx_dtype(config)
+    given = model_config.hf_config.to_dict()
+    try:
+        head, layer = build_layer(family, args, given, dtype, index)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"the MTP layer of {model_config.model} {error}") from error
+    placed = mtp_weights(config, family, target.model, args.num_hidden_layers, head, index)
+    packed = packings(head, placed.arrays)
+    try:
+        install(head, replace(placed, packings=packed | placed.packings))
+    except ValueError as error:
+        raise loader.ModelLoadError(
+            f"the MTP layer of {model_config.model} does not fit the target: {error}"
+        ) from error
+    head.eval()
+    mx.eval(head.parameters())
+    return head, layer

@@ -60,6 +60,13 @@ def depth_of(content: Mapping[str, Any]) -> int:
     return mtp_depth(content.get("text_config") or content)
 
 
+def num_drafting(content: Mapping[str, Any]) -> int:
+    """How many of the MTP layers of a config.json draft a token each; see MTPFamily."""
+    split = is_split(content)
+    family = MTP_FAMILIES.get(architecture_of(content) or "") if split else family_of(content)
+    return 1 if family is None else family.num_drafting(depth_of(content), split)
+
+
 def is_split(content: Mapping[str, Any]) -> bool:
     """Whether a config.json belongs to MTP layers that mlx-vlm split from a checkpoint."""
     kind = str(content.get("model_type"))

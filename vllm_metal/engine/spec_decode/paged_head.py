@@ -76,18 +76,26 @@ class HeadNetwork(DraftNetwork):
         largest = LargestStep.of(self.layers, self._config, backend)
         rows = largest.rows
         hidden = mx.zeros((len(rows.positions), self._head.input_size), mlx_dtype(self._config))
+        hidden = self._head.combine(hidden)
+        inputs = PassInputs(rows.input_ids, rows.positions, hidden, rows.logits_indices)
         with largest.caches() as caches:
-            embeds = self._head.embed_tokens(rows.input_ids)
-            out, _ = self._head(embeds, self._head.combine(hidden), caches)
-        mx.eval(self._head.tokens(out[rows.logits_indices]))
+            drafts, _ = self.passes().next_tokens(inputs, caches)
+        mx.eval(drafts)
+
+    def passes(self) -> HeadPasses:
+        """Makes what runs the head in passes."""
+        return HeadPasses(self._head, self._images)
 
     def proposer(self, pool: DraftPool) -> Proposer:
-        network, paged = HeadPasses(self._head, self._images), self._paged(pool)
-        passes = Passes(network, paged, pool.block_tables, pool.graphs, self._num_drafts)
+        placed = self._paged(pool), pool.block_tables, pool.graphs
+        return self.drafting_by(Passes(self.passes(), *placed, self._num_drafts))
+
+    def drafting_by(self, passes: Passes) -> HeadProposer:
+        """Makes the proposer, which drafts in these passes over the pool."""
         return HeadProposer(self._head, passes, self._states, self._num_drafts, self._images)
 
     def writer(self, pool: DraftPool, requests: Requests) -> DraftWriter:
-        network, images = HeadPasses(self._head, self._images), self._images
+        network, images = self.passes(), self._images
 
         def pass_over(rows: Rows, last_token_ids: mx.array) -> tuple[Rows, Forward]:
             states = self._states.take()
@@ -136,7 +144,9 @@ class HeadPasses(PassNetwork):
         with bound(ForwardInputs(inputs.input_ids, inputs.positions[None], extras=inputs.extras)):
             return self.module(embeddings, inputs.hidden, caches)
 
-    def next_tokens(self, inputs: PassInputs, caches: list[Any]) -> tuple[mx.array, mx.array]:
+    def next_tokens(
+        self, inputs: PassInputs, caches: list[Any]
+    ) -> tuple[mx.array, mx.array | None]:
         """The likeliest next tokens, and the head's hidden states; see PassNetwork."""
         out, hidden = self.hidden(inputs, caches)
         if inputs.wanted is not None:
@@ -206,15 +216,24 @@ class HeadProposer(PagedProposer):
         if len(here):
             of_here = request.select(here)
             spans = Spans(of_here.req_indices_np, starts[here], ends[here])
-            following, embeddings = spans.tokens(of_here, ahead=1), None
             of_spans = [kept[index] for index in here]
+            spans, hidden = self._reads(spans, of_spans)
+            following, embeddings = spans.tokens(of_here, ahead=1), None
             if self._images is not None:
                 embeddings = self._images.embeddings(following, spans, of_spans, encode)
-            hidden = self._head.combine(_rows_of(of_spans, spans))
             drafts = self._draft(spans, following, hidden, limits[here], of_here.lag, embeddings)
             token_ids[mx.array(here)] = drafts
             self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
         return Drafts(token_ids, limits)
+
+    def _reads(self, spans: Spans, kept: Sequence[KeptRows]) -> tuple[Spans, mx.array]:
+        """Returns the spans of the first pass and their [T, H] hidden states.
+
+        Args:
+            spans: tokens of R requests' newest steps.
+            kept: hidden states of the same requests, which cover the spans.
+        """
+        return spans, self._head.combine(rows_of(kept, spans))
 
     def complete_draft_kv(self, request: DraftRequest) -> None:
         self._propose(request, encode=False)
@@ -240,7 +259,7 @@ def _first_positions(rows: Rows) -> np.ndarray:
     return np.where(rows.lag.most_np > 0, np.int32(UNKNOWN), starts_np)
 
 
-def _rows_of(kept: list[KeptRows], spans: Spans) -> mx.array:
+def rows_of(kept: Sequence[KeptRows], spans: Spans) -> mx.array:
     """[T, W] hidden states at the spans' positions, which may come from several steps."""
     sources: dict[int, mx.array] = {}
     bases: dict[int, int] = {}

@@ -97,6 +97,8 @@ class Proposer(ABC):
 
     #: Whether the host must know all tokens: requests then have no `unread`.
     reads_text: ClassVar[bool] = True
+    #: How many tokens after a position its K/V depend on; at least 1.
+    lookahead = 1
 
     @abstractmethod
     def propose(self, request: DraftRequest) -> Drafts:

@@ -167,7 +167,7 @@ class Speculator(PerRequestState):
             token_ids = mx.where(mx.array(awaiting)[:, None], token_ids, from_text.token_ids)
             counts = np.where(awaiting, counts, from_text.counts_np)
             counts = _within(counts, self._most_drafts)
-        copied = self._copied(req_ids)
+        copied = None if unread is not None else self._copied(req_ids)  # see `_copies`
         self._laid_out = (req_ids, StepDrafts(token_ids, counts, room, copied))
         return self._laid_out[1]
 
@@ -211,8 +211,8 @@ class Speculator(PerRequestState):
             requests = self._requests
             indices_np = np.array([requests[req_id].req_idx for req_id in here], np.int32)
             # The newest of so many tokens is left out, see Proposer.
-            known_np = requests.num_known_np[indices_np]
-            tokens_np = np.minimum(np.array([*here.values()]) + 1, known_np)
+            known_np, ahead = requests.num_known_np[indices_np], self._proposer.lookahead
+            tokens_np = np.minimum(np.array([*here.values()]) + ahead, known_np)
             nothing_np = np.zeros(len(here), np.int32)
             self._proposer.complete_draft_kv(self._request(indices_np, tokens_np, nothing_np))
 
