@@ -15,7 +15,7 @@ from e2e.drafting import (
 )
 from e2e.harness import counters
 
-from vllm_metal.engine.spec_decode.registry import BLOCK_DRAFTERS
+from vllm_metal.engine.spec_decode import block_config
 
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 3)
 NUM_TOKENS = 12
@@ -46,7 +46,7 @@ def hits(llm, where):
 def without_block_drop(toy):
     """vLLM computes the last block of a local hit again where heads read hidden states; not here,
     so that the same tokens are found as another engine brings."""
-    if toy.speculation["method"] in ("draft_model", *BLOCK_DRAFTERS):
+    if toy.speculation["method"] in ("draft_model", *block_config.METHODS):
         return toy
     return Toy(toy.model, toy.speculation | {"disable_eagle_block_drop": True})
 
@@ -71,7 +71,7 @@ def test_behind_a_loaded_prompt(toys, tmp_path, drafted, method, ahead):
         assert hits(llm, "external_") == sum(length // BLOCK * BLOCK for length in LENGTHS)
     with drafting_engine(toy, None, **options) as llm:
         groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
-        of_heads = method not in ("draft_model", *BLOCK_DRAFTERS)
+        of_heads = method not in ("draft_model", *block_config.METHODS)
         assert any(group.is_eagle_group for group in groups) == of_heads
     with drafting_engine(without_block_drop(toy), None, **options) as llm:
         cold = serve(llm, prompts, drafted)

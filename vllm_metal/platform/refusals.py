@@ -17,9 +17,8 @@ from vllm_metal.engine.kv_cache import formats
 from vllm_metal.engine.pooling import refusals as pooling
 from vllm_metal.engine.pooling.encoders import refusals as encoders
 from vllm_metal.engine.pooling.encoders import served
-from vllm_metal.engine.spec_decode import checkpoint
+from vllm_metal.engine.spec_decode import block_config, checkpoint
 from vllm_metal.engine.spec_decode.registry import (
-    BLOCK_DRAFTERS,
     BY_NAME,
     SPECULATIVE_METHODS,
     drafts_for_others,
@@ -208,7 +207,7 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
         "have them)": speculation.draft_lm_head_quantization is not None,
         f"{option}use_heterogeneous_vocab": speculation.use_heterogeneous_vocab,
         f"{option}parallel_drafting": (
-            speculation.parallel_drafting and speculation.method not in BLOCK_DRAFTERS
+            speculation.parallel_drafting and speculation.method not in block_config.METHODS
         ),
         f"{option}disable_padded_drafter_batch": speculation.disable_padded_drafter_batch,
         f"{option}num_speculative_tokens {speculation.num_speculative_tokens} (it must leave room "

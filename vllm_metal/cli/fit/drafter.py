@@ -38,12 +38,6 @@ from vllm_metal.engine.weights.files import stored_arrays
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-#: What vLLM calls architectures that checkpoints call otherwise.
-_RENAMED = {
-    "DSparkDraftModel": "Qwen3DSparkModel",
-    "MuseGlimmerAssistantModel": "DFlashMuseGlimmerAssistantModel",
-}
-
 
 @dataclass(frozen=True)
 class Drafter:
@@ -69,16 +63,14 @@ class Drafter:
             ModelLoadError: config.json has keys that are not supported.
         """
         content = json.loads((folder / "config.json").read_text())
-        (given, *_) = content.get("architectures") or ("none",)
-        architecture = _RENAMED.get(given, given)
-        if architecture not in block_config.MODULES:
+        architecture = block_config.architecture_of(content)
+        if (kind := block_config.KINDS.get(architecture)) is None:
             raise ValueError(
-                f"--draft-model of architecture {given} is not supported: choose one of "
-                f"{', '.join(block_config.MODULES)}"
+                f"--draft-model of architecture {architecture} is not supported: choose one of "
+                f"{', '.join(block_config.KINDS)}"
             )
         shape = BlockConfig.of(content, content, architecture)
-        method = "dspark" if shape.markov_rank is not None else "dflash"
-        most = block_config.most_drafts(content, method) or block_config.DEFAULT_DRAFTS
+        most = block_config.most_drafts(content, kind.method) or block_config.DEFAULT_DRAFTS
         if count is not None and count > most:
             raise ValueError(f"--num-speculative-tokens {count}: the drafter drafts {most} at most")
         computed = mx.float32 if dtype == torch.float32 else mx.bfloat16
@@ -90,7 +82,7 @@ class Drafter:
             packed_network.pack(network.network, bits)
             weights += _nbytes(network) - before
         drafts = count or min(block_config.DEFAULT_DRAFTS, most)
-        return Drafter(method, weights, drafts, network)
+        return Drafter(kind.method, weights, drafts, network)
 
     def add_to(self, model: Model) -> Model:
         """Adds the drafter to a model, whose forwards then write the drafter's K/V, too.

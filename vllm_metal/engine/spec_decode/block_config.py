@@ -12,13 +12,25 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 Config = Mapping[str, Any]
 
-#: By architecture, as vLLM names it: the module of mlx-vlm's drafters that has its layers.
-MODULES = {
-    "DFlashDraftModel": "qwen3_dflash",
-    "DFlash2DraftModel": "dflash2",
-    "DFlashMuseGlimmerAssistantModel": "qwen3_dflash",  # other names of the same layers
-    "Qwen3DSparkModel": "dspark",
+
+@dataclass(frozen=True)
+class Kind:
+    """An architecture of block drafters."""
+
+    method: str  # of --speculative-config
+    module: str  # of mlx-vlm's drafters, with its layers
+    published: str | None = None  # its name in checkpoints; None: vLLM's
+
+
+#: Served architectures by vLLM's names.
+KINDS: Mapping[str, Kind] = {
+    "DFlashDraftModel": Kind("dflash", "qwen3_dflash"),
+    "DFlash2DraftModel": Kind("dflash", "dflash2"),
+    # Other names of the same layers.
+    "DFlashMuseGlimmerAssistantModel": Kind("dflash", "qwen3_dflash", "MuseGlimmerAssistantModel"),
+    "Qwen3DSparkModel": Kind("dspark", "dspark", "DSparkDraftModel"),
 }
+METHODS = tuple(dict.fromkeys(kind.method for kind in KINDS.values()))
 #: Tokens drafted where --speculative-config does not say: a block five wide is fastest for most.
 DEFAULT_DRAFTS = 4
 
@@ -127,8 +139,7 @@ class BlockConfig:
         for key, computed in _COMPUTED.items():
             if (value := either(key, computed)) != computed:
                 raise _unsupported(key, value, f"only {computed!r} is implemented")
-        module = MODULES[architecture]
-        dspark = module == "dspark"
+        module, dspark = KINDS[architecture].module, KINDS[architecture].method == "dspark"
         from_anchor = bool(either("sample_from_anchor", dspark))
         if from_anchor and not dspark:
             raise _unsupported("sample_from_anchor", True, "DFlash drafts from its masked rows")
@@ -174,6 +185,12 @@ def _of_dflash2(nested: Config) -> dict[str, Any]:
         "conv": (nested["conv_kernel_size"], nested["conv_group_size"]),
         "selector": Selector(nested["selector_rank"], nested["selector_top_k"]),
     }
+
+
+def architecture_of(published: Config) -> str:
+    """vLLM's name for the architecture of a config.json; "none" if it states none."""
+    (given, *_) = published.get("architectures") or ("none",)
+    return next((name for name, kind in KINDS.items() if given == kind.published), given)
 
 
 def most_drafts(published: Config, method: str) -> int | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
 from vllm_metal.engine.spec_decode import block_config, mtp_folders
 from vllm_metal.engine.spec_decode.mtp_folders import published
-from vllm_metal.engine.spec_decode.registry import BLOCK_DRAFTERS, method_of
+from vllm_metal.engine.spec_decode.registry import method_of
 from vllm_metal.identity.model_files import ModelLoadError, is_gguf
 from vllm_metal.settings.architectures import SPLIT_MTP, mtp_depth
 
@@ -48,7 +48,7 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
         # Of a checkpoint that is yet to be fetched, vLLM reads the number of layers.
         is_unread = layers is None and model is not None
         count = None if is_unread else default_mtp_drafts(content)
-    elif method in BLOCK_DRAFTERS:
+    elif method in block_config.METHODS:
         most = block_config.most_drafts(published(Path(str(model))), method)
         count = min(block_config.DEFAULT_DRAFTS, most or block_config.DEFAULT_DRAFTS)
     else:
@@ -130,7 +130,7 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
             f"{config.model_config.model!r} are of {wanted}: choose a head that was made "
             "for this model)"
         ] = size != wanted
-    if method.names[0] in BLOCK_DRAFTERS:
+    if method.names[0] in block_config.METHODS:
         found |= _of_block_drafter(speculation)
     return found
 
@@ -179,7 +179,7 @@ def _of_block_drafter(speculation: SpeculativeConfig) -> dict[str, bool]:
     given = draft.hf_config.to_dict()
     content = published(Path(draft.model))
     (architecture, *_) = draft.architectures
-    if content and architecture in block_config.MODULES:  # all others are rejected beside
+    if content and architecture in block_config.KINDS:  # all others are rejected beside
         try:
             block_config.BlockConfig.of(given, content, architecture)
         except ModelLoadError as error:

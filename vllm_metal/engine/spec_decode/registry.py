@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
+from vllm_metal.engine.spec_decode.block_config import KINDS
 from vllm_metal.settings.draft_methods import KEEPING_KV
 
 if TYPE_CHECKING:
@@ -62,11 +63,6 @@ class Method:
         return getattr(import_module(f"{__package__}.{module}"), name)
 
 
-#: Architectures of block drafters by method, as vLLM names them.
-BLOCK_DRAFTERS = {
-    "dflash": ("DFlashDraftModel", "DFlash2DraftModel", "DFlashMuseGlimmerAssistantModel"),
-    "dspark": ("Qwen3DSparkModel",),
-}
 #: Generations of EAGLE heads, whose layers are Llama's, by architecture, as vLLM names it.
 EAGLE_HEADS = {
     "EagleLlamaForCausalLM": "eagle",
@@ -113,7 +109,7 @@ METHODS = (
             f"a block of tokens in one pass over the model's hidden states: {title}",
             "`model`",
             has_network=True,
-            architectures=BLOCK_DRAFTERS[name],
+            architectures=tuple(each for each, kind in KINDS.items() if kind.method == name),
             looks_up=True,
         )
         for name, title in (("dflash", "DFlash, DFlash2"), ("dspark", "DSpark"))
