@@ -11,6 +11,7 @@ from engine.spec_decode.heads import HIDDEN, VOCAB, DenseTarget, K, one_process
 from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
+from vllm.model_executor.models.qwen3_dflash import _dflash_layer_causal
 
 from vllm_metal.engine.models import loader
 
@@ -77,6 +78,30 @@ def shapes(
     return found
 
 
+def laguna_shapes(**options):
+    """Those of a Laguna drafter, as it is published."""
+    found = {f"aux_hidden_norms.{tap}.weight": (HIDDEN,) for tap in range(len(TAPS))}
+    for name, shape in shapes(**options).items():
+        layer, _, part = name.partition("self_attn.")
+        if part.startswith(("q_proj", "k_proj", "v_proj")):
+            found[f"{layer}self_attn.qkv_proj.weight"] = ((HEADS + 2 * KV_HEADS) * SIZE, HIDDEN)
+            found[f"{layer}self_attn.g_proj.weight"] = (HEADS, HIDDEN)
+        else:
+            found[name] = shape
+    return found
+
+
+def gemma4_shapes():
+    """Those of a Gemma 4 DSpark drafter: one head of keys, which are the values, too."""
+    found = shapes(heads=(HEADS, 1), size=2 * SIZE)
+    found = {name: shape for name, shape in found.items() if ".v_proj." not in name}
+    for layer in range(LAYERS):
+        for norm in ("pre_feedforward_layernorm", "post_feedforward_layernorm"):
+            found[f"layers.{layer}.{norm}.weight"] = (HIDDEN,)
+        found[f"layers.{layer}.layer_scalar"] = (1,)
+    return found | {f"{end}.weight": (VOCAB, HIDDEN) for end in ("embed_tokens", "lm_head")}
+
+
 class NaiveAttention(nn.Module):
     """In place of vLLM's, which needs a cache: one context, and a block behind it."""
 
@@ -125,24 +150,27 @@ class NaiveAttention(nn.Module):
 
 
 def _rms_norm(out, x, weight, eps):
-    if weight.ndim == 2:
-        weight = weight[:, None, None]
+    if weight.ndim == 2:  # of each layer
+        weight = weight.view(len(weight), *[1] * (x.ndim - 2), -1)
     out.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight)
 
 
 def _rotate(positions, rows, _, size, cos_sin, is_neox):
     cos, sin = cos_sin[positions].chunk(2, dim=-1)
-    heads = rows.view(len(rows), -1, size)
-    rows.copy_(ApplyRotaryEmb.forward_static(heads, cos, sin, is_neox).flatten(1))
+    heads, turned = rows.view(len(rows), -1, size), cos_sin.shape[-1]
+    found = ApplyRotaryEmb.forward_static(heads[..., :turned], cos, sin, is_neox)
+    rows.copy_(torch.cat([found, heads[..., turned:]], dim=-1).flatten(1))
 
 
 @contextmanager
 def vllms():
     """Within, vLLM's classes run in this process, without kernels of its own."""
-    module = "vllm.model_executor.models.qwen3_dflash"
+    models = "vllm.model_executor.models"
+    module = f"{models}.qwen3_dflash"
     with ExitStack() as stack:
         stack.enter_context(one_process())
-        stack.enter_context(mock.patch(f"{module}.Attention", NaiveAttention))
+        for name in ("qwen3_dflash", "laguna", "gemma4_mtp"):
+            stack.enter_context(mock.patch(f"{models}.{name}.Attention", NaiveAttention))
         stack.enter_context(mock.patch(f"{module}.ops.rms_norm", _rms_norm))
         stack.enter_context(mock.patch(f"{module}.ops.rotary_embedding", _rotate))
         stack.enter_context(mock.patch.object(VllmConfig, "use_v2_model_runner", True))
@@ -152,7 +180,7 @@ def vllms():
 class Judge:
     """vLLM's drafter on a whole text at once."""
 
-    taps, mask = TAPS, MASK
+    taps = TAPS
 
     def __init__(self, config, target, family):
         """
@@ -173,11 +201,14 @@ class Judge:
             self.module.model.embed_tokens.weight.data[: len(embedding)] = embedding
         if "lm_head.weight" not in weights:
             self.module.lm_head.weight.data[: len(lm_head)] = lm_head
-        for layer in self.module.model.layers:
-            layer.self_attn.attn.causal = layer.self_attn.causal
+        for index, layer in enumerate(self.module.model.layers):
+            layer.self_attn.attn.causal = _dflash_layer_causal(self.module.config, index)
         self.from_anchor = getattr(self.module.config, "sample_from_anchor", None)
         if self.from_anchor is None:
             self.from_anchor = config.speculative_config.method == "dspark"
+        given = self.module.config
+        nested = getattr(given, "dflash_config", None) or {}
+        self.mask = nested.get("mask_token_id", getattr(given, "mask_token_id", None))
         self.num_drafts = config.speculative_config.num_speculative_tokens
 
     @torch.no_grad()

@@ -186,6 +186,30 @@ class DenseTarget:
         return [torch.tensor(np.array(states[0])) for states in found]
 
 
+class Gemma4Target(DenseTarget):
+    """Gemma 4, whose embedding is scaled and is the head, too."""
+
+    @property
+    def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
+        embedding = torch.tensor(np.array(self.model.model.embed_tokens.weight))
+        return embedding * embedding.shape[1] ** 0.5, embedding
+
+    def states(self, tokens) -> list[torch.Tensor]:
+        inner, found = self.model.model, []
+        family = type(inner.layers[0])
+        call = family.__call__
+
+        def noting(layer, hidden, *args, **options):
+            out = call(layer, hidden, *args, **options)
+            found.append(out[0] if found else [hidden, out[0]])
+            return out
+
+        with mock.patch.object(family, "__call__", noting):
+            final = inner(mx.array([list(tokens)]))
+        (first, *others) = found
+        return [torch.tensor(np.array(states[0])) for states in (*first, *others, final)]
+
+
 def serve_and_check(target: Path, speculative_config, **options) -> None:
     """Random prompts, twice: greedily, and at random so that random drafts are right at times."""
     rng = np.random.default_rng(4)

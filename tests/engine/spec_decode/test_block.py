@@ -19,6 +19,8 @@ from engine.spec_decode.blocks import (
     Judge,
     MarkovJudge,
     SelectorJudge,
+    gemma4_shapes,
+    laguna_shapes,
     shapes,
 )
 from engine.spec_decode.heads import (
@@ -26,6 +28,7 @@ from engine.spec_decode.heads import (
     HIDDEN,
     VOCAB,
     Bench,
+    Gemma4Target,
     K,
     engine_config,
     serve_and_check,
@@ -33,6 +36,8 @@ from engine.spec_decode.heads import (
     write_target,
 )
 from engine.spec_decode.heads import CONFIG as TARGET
+from vllm.model_executor.models.gemma4_dspark import Gemma4DSparkForCausalLM
+from vllm.model_executor.models.laguna_dflash import DFlashLagunaForCausalLM
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
@@ -43,6 +48,7 @@ from vllm_metal.engine.models import loader
 from vllm_metal.engine.models.compiled import CompiledForward
 from vllm_metal.engine.models.paged_layers import PagedLayers
 from vllm_metal.engine.models.parts import ModelParts
+from vllm_metal.engine.spec_decode.block_config import BlockConfig, architecture_of
 from vllm_metal.engine.spec_decode.block_heads import largest
 from vllm_metal.engine.spec_decode.registry import load_network
 from vllm_metal.engine.spec_decode.spans import Spans
@@ -70,6 +76,65 @@ ENCODER = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 MUSE = {
     f"{ENCODER.get(module, module)}.{part}": shape
     for (module, _, part), shape in ((name.rpartition("."), of) for name, of in shapes().items())
+}
+LAGUNA = {
+    "architectures": ["LagunaForCausalLM"],
+    "model_type": "laguna",
+    "gating": "per-head",
+    "num_experts": 0,
+    "mlp_layer_types": ["dense"] * 2,
+    "draft_vocab_size": VOCAB,
+    "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in TAPS],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 20000.0},
+        "sliding_attention": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+}
+GEMMA4 = MARKOV | {
+    "architectures": ["Gemma4DSparkModel"],
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "attention_k_eq_v": True,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "final_logit_softcapping": 2.0,
+    "layer_types": ["full_attention"] * 2,
+    "sliding_window": 20,
+    "mask_token_id": MASK,
+    "target_layer_ids": TAPS,
+    "dflash_config": None,
+    "hidden_act": None,
+    "rope_theta": None,
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    },
+}
+#: Gemma 4 31B in small: windows on all but every fourth layer, whose heads are larger.
+GEMMA4_TARGET = TARGET | {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "sliding_window": 24,
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 2,
+    "rope_parameters": GEMMA4["rope_parameters"],
+    "tie_word_embeddings": True,
 }
 #: Method, vLLM's class, judge, shapes, other arrays, changes of config.json.
 CASES = {
@@ -99,7 +164,24 @@ CASES = {
         | TRANSITIONS | {"markov_head.markov_w2.weight": (DRAFT_VOCAB, RANK),
            "lm_head.weight": (DRAFT_VOCAB, HIDDEN)}, REDUCED,
         MARKOV | MIXED | {"draft_vocab_size": DRAFT_VOCAB, "sample_from_anchor": False}),
+    "laguna": ("dflash", DFlashLagunaForCausalLM, Judge, laguna_shapes(), {}, SLIDING | LAGUNA),
+    "laguna, full": ("dflash", DFlashLagunaForCausalLM, Judge, laguna_shapes(), {}, LAGUNA
+        | {"layer_types": ["full_attention"] * 2, "is_causal": False}),
+    # As z-lab publish it: a window on all layers but the last, and no `is_causal`.
+    "gemma4, dflash": ("dflash", DFlashQwen3ForCausalLM, Judge, shapes(num_layers=4), {}, WINDOWS
+        | {"num_hidden_layers": 4, "dflash_config": DFLASH | {"mask_token_id": 4},
+           "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}),
+    "gemma4, dspark": ("dspark", Gemma4DSparkForCausalLM, MarkovJudge,
+        gemma4_shapes() | TRANSITIONS, {}, GEMMA4),
 }  # fmt: skip
+
+
+def write_pair(folder, name):
+    """The target and the drafter of a case; folders."""
+    _, _, _, of_shapes, extra, changes = CASES[name]
+    target = write_target(folder / "target", GEMMA4_TARGET if "gemma4" in name else TARGET)
+    drafter = of_shapes, extra, CONFIG | changes, "model.safetensors"
+    return target, write_head(folder / "head", *drafter)
 
 
 @pytest.fixture(
@@ -111,12 +193,11 @@ CASES = {
     ),
 )
 def bench(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    method, family, judge, of_shapes, extra, changes = CASES[request.param]
-    target = write_target(folder / "target")
-    head = write_head(folder / "head", of_shapes, extra, CONFIG | changes, "model.safetensors")
+    method, family, judge, *_ = CASES[request.param]
+    target, head = write_pair(tmp_path_factory.mktemp("models"), request.param)
     config = engine_config(target, head, method)
-    return Bench(config, judge(config, target, family))
+    dense = Gemma4Target(target) if "gemma4" in request.param else target
+    return Bench(config, judge(config, dense, family))
 
 
 def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
@@ -151,7 +232,8 @@ def test_context_states_logits_and_scores_are_vllms(bench):
     own = {layer.name: bench.kv_caches[layer.name] for layer in layers}
     paged = PagedLayers(layers, own, bench.group_of, BLOCK)
     count, length = len(text) - 1, len(hidden)
-    ids = mx.array([[text[-1]] + [MASK] * (length - 1)])
+    mask = drafter.config.mask_token_id
+    ids = mx.array([[text[-1]] + [mask] * (length - 1)])
     spans = Spans(*(np.array([number], np.int32) for number in (3, count, count + length)))
     with paged.step(spans.rows(ids[0], None), bench.tables) as caches:
         found = drafter.hidden(ids, caches)
@@ -176,16 +258,45 @@ def test_context_states_logits_and_scores_are_vllms(bench):
     bench.proposer.forget_request(3)
 
 
-#: Random drafts of a smaller vocabulary are hardly ever right; a known chain's are, see below.
-SERVED = [name for name in CASES if name != "dspark with a bonus row"]
+#: Random drafts of a smaller vocabulary or of a head of its own are hardly ever right; a known
+#: chain's are, see below.
+SERVED = [name for name in CASES if name not in ("dspark with a bonus row", "gemma4, dspark")]
 
 
 @pytest.mark.parametrize("name", cases(SERVED, ["mixed"], ["dflash2"]))
 def test_the_engine_serves_what_the_model_generates(name, tmp_path):
-    method, _, _, of_shapes, extra, changes = CASES[name]
+    target, head = write_pair(tmp_path, name)
+    speculation = {"method": CASES[name][0], "model": str(head), "num_speculative_tokens": K}
+    serve_and_check(target, speculation)
+
+
+#: What of other kinds' configurations is not computed.
+NOT_COMPUTED = {
+    "gates of elements": (LAGUNA | {"gating": "per-element"}, "gating='per-element'"),
+    "experts": (LAGUNA | {"num_experts": 4, "mlp_layer_types": ["dense", "sparse"]}, "mlp_layer"),
+    "two ropes": (LAGUNA | MIXED, "rope_parameters="),
+    "heads by layer": (LAGUNA | {"num_attention_heads_per_layer": [4, 2]}, "num_attention_heads_p"),
+    "windows": (GEMMA4 | MIXED, "layer_types='sliding_attention'"),
+    "values": (GEMMA4 | {"attention_k_eq_v": False}, "attention_k_eq_v=False"),
+    "activation": (GEMMA4 | {"hidden_activation": "silu"}, "hidden_activation='silu'"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_COMPUTED)
+def test_a_key_that_is_not_computed_is_rejected(name):
+    changes, why = NOT_COMPUTED[name]
+    config = CONFIG | changes
+    with pytest.raises(loader.ModelLoadError, match=why):
+        BlockConfig.of(config, config, architecture_of(config))
+
+
+def test_a_gemma4_drafter_has_ends_of_its_own(tmp_path):
+    arrays = {name: s for name, s in gemma4_shapes().items() if "embed" not in name} | TRANSITIONS
     target = write_target(tmp_path / "target")
-    head = write_head(tmp_path / "head", of_shapes, extra, CONFIG | changes, "model.safetensors")
-    serve_and_check(target, {"method": method, "model": str(head), "num_speculative_tokens": K})
+    head = write_head(tmp_path / "head", arrays, {}, CONFIG | GEMMA4, "model.safetensors")
+    config = engine_config(target, head, "dspark")
+    with pytest.raises(loader.ModelLoadError, match=r"embed_tokens.weight"):
+        load_network(config, ModelParts(loader.load(config)))
 
 
 #: Changes of config.json and of arrays' shapes, and what the error says.

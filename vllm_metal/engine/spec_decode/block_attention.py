@@ -24,9 +24,14 @@ class BlockAttention(nn.Module):
         size, head_dim, bias = config.hidden_size, config.head_dim, config.attention_bias
         self._num_heads, self._num_kv_heads = config.num_heads, config.num_kv_heads
         self._head_dim, self._value_scale = head_dim, config.value_scale
+        self._score_scale = config.attention_scale or head_dim**-0.5
+        self._eps = config.rms_norm_eps
         self.q_proj = nn.Linear(size, config.num_heads * head_dim, bias=bias)
         self.k_proj = nn.Linear(size, config.num_kv_heads * head_dim, bias=bias)
-        self.v_proj = nn.Linear(size, config.num_kv_heads * head_dim, bias=bias)
+        if not config.keys_are_values:
+            self.v_proj = nn.Linear(size, config.num_kv_heads * head_dim, bias=bias)
+        if config.is_laguna:
+            self.g_proj = nn.Linear(size, config.num_heads, bias=False)
         self.o_proj = nn.Linear(config.num_heads * head_dim, size, bias=bias)
         self.q_norm = nn.RMSNorm(head_dim, config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(head_dim, config.rms_norm_eps)
@@ -40,8 +45,12 @@ class BlockAttention(nn.Module):
 
         `positions` are [T] int32; None: the cache's own.
         """
-        keys = self.k_norm(self.k_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1))
-        values = self.v_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1)
+        projected = self.k_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1)
+        keys = self.k_norm(projected)
+        if "v_proj" in self:
+            values = self.v_proj(rows).reshape(len(rows), self._num_kv_heads, 1, -1)
+        else:
+            values = mx.fast.rms_norm(projected, None, self._eps)
         if self._value_scale is not None:
             values = values * self._value_scale
         offset = cache.offset if positions is None else positions
@@ -66,9 +75,12 @@ class BlockAttention(nn.Module):
         rows = x.flatten(0, 1)
         kept = self.write(rows, rope, cache)
         queries = self.q_norm(self.q_proj(rows).reshape(len(rows), self._num_heads, 1, -1))
-        scoring = Scoring(self._head_dim**-0.5, self.get("attention_sink_bias"))
+        scoring = Scoring(self._score_scale, self.get("attention_sink_bias"))
         keys, values = kept
         out = cache.attend(rope(queries, offset=cache.offset), keys, values, scoring)
+        if "g_proj" in self:  # one gate for each head
+            gate = nn.softplus(self.g_proj(rows).astype(mx.float32)).astype(out.dtype)
+            out = out.reshape(len(rows), self._num_heads, -1) * gate[..., None]
         return self.o_proj(out.reshape(*x.shape[:2], -1))
 
 

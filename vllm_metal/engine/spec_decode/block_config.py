@@ -28,7 +28,9 @@ KINDS: Mapping[str, Kind] = {
     "DFlash2DraftModel": Kind("dflash", "dflash2"),
     # Other names of the same layers.
     "DFlashMuseGlimmerAssistantModel": Kind("dflash", "qwen3_dflash", "MuseGlimmerAssistantModel"),
+    "DFlashLagunaForCausalLM": Kind("dflash", "laguna_dflash", "LagunaForCausalLM"),
     "Qwen3DSparkModel": Kind("dspark", "dspark", "DSparkDraftModel"),
+    "Gemma4DSparkModel": Kind("dspark", "gemma4_dspark"),
 }
 METHODS = tuple(dict.fromkeys(kind.method for kind in KINDS.values()))
 #: Tokens drafted where --speculative-config does not say: a block five wide is fastest for most.
@@ -63,6 +65,18 @@ _SPECULATORS = inert_keys.names(
     "aux_hidden_state_layer_ids sliding_window_non_causal conv_kernel_size conv_group_size "
     "selector_rank selector_top_k"
 )
+#: What Laguna's drafters have besides, and the values of which are computed.
+_LAGUNA = inert_keys.names(
+    "gating mlp_layer_types partial_rotary_factor swa_rope_parameters num_experts "
+    "num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
+)
+#: What Gemma 4's have.
+_GEMMA4 = inert_keys.names(
+    "attention_k_eq_v global_head_dim num_global_key_value_heads final_logit_softcapping "
+    "hidden_activation num_anchors vocab_size_per_layer_input"
+)
+_OF_MODULE = {"laguna_dflash": _LAGUNA, "gemma4_dspark": _GEMMA4}
+_GELU = "gelu_pytorch_tanh"  # Gemma 4's
 _COMPUTED = {"hidden_act": "silu", "markov_head_type": "vanilla", "use_aux_hidden_state": True}
 #: Kinds of projectors that other networks have in the same place.
 _PROJECTORS = (None, "dflash", "dflash2", "dspark")
@@ -108,6 +122,10 @@ class BlockConfig:
     softcap: float | None = None
     conv: tuple[int, int] | None = None  # kernel and group size
     selector: Selector | None = None
+    attention_scale: float | None = None  # None: of the heads' size
+    keys_are_values: bool = False  # values are normed projections of the keys
+    own_ends: bool = False  # has an embedding and a head of its own
+    is_laguna: bool = False  # norms taps and context by layer, gates its heads
 
     @property
     def num_layers(self) -> int:
@@ -129,7 +147,8 @@ class BlockConfig:
         Raises:
             ModelLoadError: config.json has a key or value that is not supported.
         """
-        _check_keys(published)
+        module, dspark = KINDS[architecture].module, KINDS[architecture].method == "dspark"
+        _check_keys(published, module)
         nested = dict(given.get(_NESTED) or {})
 
         def either(key: str, default: Any = None) -> Any:
@@ -139,23 +158,24 @@ class BlockConfig:
         for key, computed in _COMPUTED.items():
             if (value := either(key, computed)) != computed:
                 raise _unsupported(key, value, f"only {computed!r} is implemented")
-        module, dspark = KINDS[architecture].module, KINDS[architecture].method == "dspark"
         from_anchor = bool(either("sample_from_anchor", dspark))
         if from_anchor and not dspark:
             raise _unsupported("sample_from_anchor", True, "DFlash drafts from its masked rows")
         size, heads = given["hidden_size"], given["num_attention_heads"]
-        rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
-        rope.setdefault("rope_theta", given.get("rope_theta") or 1000000.0)
         vocab_size = given["vocab_size"]
+        further = _FURTHER.get(module, _nothing)({**given, **published}, nested)
+        shape = {
+            "num_kv_heads": given.get("num_key_value_heads"),
+            "head_dim": given.get("head_dim") or size // heads,
+            "logit_scale": given.get("logit_scale") or 1.0,
+        }
         return BlockConfig(
             module=module,
             hidden_size=size,
             intermediate_size=given["intermediate_size"],
             num_heads=heads,
-            num_kv_heads=given["num_key_value_heads"],
-            head_dim=given.get("head_dim") or size // heads,
             rms_norm_eps=given["rms_norm_eps"],
-            rope=rope,
+            rope=_rope(given, nested),
             max_len=given["max_position_embeddings"],
             vocab_size=vocab_size,
             draft_vocab_size=given.get("draft_vocab_size") or vocab_size,
@@ -171,13 +191,11 @@ class BlockConfig:
             from_anchor=from_anchor,
             markov_rank=_wanted(either("markov_rank"), "markov_rank") if dspark else None,
             draft_topk=given.get("dspark_draft_topk") if dspark else None,
-            **_of_dflash2(nested)
-            if module == "dflash2"
-            else {"logit_scale": given.get("logit_scale") or 1.0},
+            **(shape | further),
         )
 
 
-def _of_dflash2(nested: Config) -> dict[str, Any]:
+def _of_dflash2(_: Config, nested: Config) -> dict[str, Any]:
     return {
         "logit_scale": nested.get("output_multiplier", 1.0),
         "embedding_scale": float(nested.get("input_embedding_scale", 1.0)),
@@ -185,6 +203,64 @@ def _of_dflash2(nested: Config) -> dict[str, Any]:
         "conv": (nested["conv_kernel_size"], nested["conv_group_size"]),
         "selector": Selector(nested["selector_rank"], nested["selector_top_k"]),
     }
+
+
+def _of_laguna(given: Config, _: Config) -> dict[str, Any]:
+    """Fields of Laguna's drafters."""
+    if (gating := given.get("gating")) not in (True, "per-head"):
+        raise _unsupported("gating", gating, "only 'per-head' is implemented")
+    if "sparse" in (given.get("mlp_layer_types") or ()) and given.get("num_experts"):
+        raise _unsupported(
+            "mlp_layer_types", given["mlp_layer_types"], "only 'dense' is implemented"
+        )
+    if given.get("attention_bias"):
+        raise _unsupported("attention_bias", True, "Laguna's layers have none")
+    return {"is_laguna": True}
+
+
+def _of_gemma4(given: Config, nested: Config) -> dict[str, Any]:
+    """Fields of Gemma 4's drafters: global heads in all layers, as vLLM's class demands."""
+    if _SLIDING in _layer_types(given, nested):
+        raise _unsupported("layer_types", _SLIDING, "only full attention is implemented")
+    if not given.get("attention_k_eq_v"):
+        raise _unsupported("attention_k_eq_v", False, "only true is implemented")
+    if given.get("dspark_draft_topk") is not None:
+        raise _unsupported("dspark_draft_topk", given["dspark_draft_topk"], "it belongs to Qwen3's")
+    if (act := given.get("hidden_activation", _GELU)) != _GELU:
+        raise _unsupported("hidden_activation", act, f"only {_GELU!r} is implemented")
+    kept = given.get("num_global_key_value_heads") or given["num_key_value_heads"]
+    return {
+        "num_kv_heads": kept,
+        "head_dim": given.get("global_head_dim") or 512,  # Gemma4TextConfig's default
+        "attention_scale": 1.0,
+        "keys_are_values": True,
+        "own_ends": True,
+        "embedding_scale": given["hidden_size"] ** 0.5,
+        "softcap": given.get("final_logit_softcapping"),
+    }
+
+
+def _nothing(*_: Config) -> dict[str, Any]:
+    return {}
+
+
+_FURTHER = {"dflash2": _of_dflash2, "laguna_dflash": _of_laguna, "gemma4_dspark": _of_gemma4}
+
+
+def _rope(given: Config, nested: Config) -> dict[str, Any]:
+    """Parameters of the rotary embedding, which is the same in all layers."""
+    rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+    kinds = set(_layer_types(given, nested))
+    if any(isinstance(value, Mapping) for value in rope.values()):  # by kind of layer
+        if len(kinds) > 1:
+            raise _unsupported("rope_parameters", rope, "layers of two kinds have one rope here")
+        rope = dict(rope.get(*kinds) or rope.get(_FULL) or {})
+    if kinds == {_SLIDING} and (windowed := given.get("swa_rope_parameters")):
+        rope = dict(windowed)
+    if (factor := given.get("partial_rotary_factor")) is not None:
+        rope.setdefault("partial_rotary_factor", factor)
+    rope.setdefault("rope_theta", given.get("rope_theta") or 1000000.0)
+    return rope
 
 
 def architecture_of(published: Config) -> str:
@@ -210,12 +286,12 @@ def most_drafts(published: Config, method: str) -> int | None:
     return int(block) - (0 if from_anchor else 1)
 
 
-def _check_keys(published: Config) -> None:
+def _check_keys(published: Config, module: str) -> None:
     """Raises ModelLoadError if a key that is not supported has a value."""
     nested = published.get(_NESTED) or {}
     if (projector := nested.get("projector_type")) not in _PROJECTORS:
         raise _unsupported(f"{_NESTED}.projector_type", projector, "its head is not implemented")
-    known = _READ | _INERT
+    known = _READ | _INERT | _OF_MODULE.get(module, frozenset())
     unread = {f"{_NESTED}.{key}": v for key, v in nested.items() if key not in known | _READ_NESTED}
     unread.pop(f"{_NESTED}.projector_type", None)
     layers = published.get("transformer_layer_config")

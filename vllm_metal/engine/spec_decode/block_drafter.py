@@ -61,7 +61,7 @@ class BlockDrafter(nn.Module):
         Raises:
             ValueError: arrays are missing, or do not fit the modules.
         """
-        named = _named(weights)
+        named = _named(weights, self.config)
         d2t = named.pop("d2t", None)
         size, rows = self.config.hidden_size, self.config.draft_vocab_size
         ends: dict[str, Callable[[], nn.Module]] = {
@@ -69,7 +69,7 @@ class BlockDrafter(nn.Module):
             "lm_head": lambda: nn.Linear(size, rows, bias=False),
         }
         for name in _ENDS:
-            if f"{name}.weight" in named:
+            if f"{name}.weight" in named or self.config.own_ends:
                 setattr(self, name, ends[name]())
         ours = {
             name if name.startswith(_ENDS) else f"network.{name}": array
@@ -105,8 +105,8 @@ class BlockDrafter(nn.Module):
             transform = partial(_scaled, scale=config.logit_scale, softcap=config.softcap)
             return SelectorHead(network.candidate_selector, transform)
         if config.markov_rank is not None:
-            chain = config.logit_scale, config.draft_topk, self.d2t
-            return MarkovHead(network.markov_head, *chain)
+            transform = partial(_scaled, scale=config.logit_scale, softcap=config.softcap)
+            return MarkovHead(network.markov_head, transform, config.draft_topk, self.d2t)
         return ArgmaxHead()
 
     def write_context(
@@ -124,9 +124,15 @@ class BlockDrafter(nn.Module):
                 None: the target's positions.
         """
         network = self.network
-        context = network.hidden_norm(network.fc(hidden.astype(self.dtype)))
+        hidden = hidden.astype(self.dtype)
+        if self.config.is_laguna:
+            taps = mx.split(hidden, len(network.aux_hidden_norms), axis=-1)
+            normed = [norm(tap) for norm, tap in zip(network.aux_hidden_norms, taps, strict=True)]
+            hidden = mx.concatenate(normed, axis=-1)
+        context = network.hidden_norm(network.fc(hidden))
         for layer, cache in zip(network.layers, self._casting(caches), strict=True):
-            layer.self_attn.write(context, network.rope, cache, indices)
+            rows = layer.input_layernorm(context) if self.config.is_laguna else context
+            layer.self_attn.write(rows, network.rope, cache, indices)
 
     def hidden(self, input_ids: mx.array, caches: Sequence[AttendingCache]) -> mx.array:
         """Normed hidden states [R, L, H] of R blocks of L tokens.
@@ -149,8 +155,8 @@ class BlockDrafter(nn.Module):
         """Logits [R, K, V] of the K drafted positions, from [R, L, H] hidden states."""
         rows = hidden if self.config.from_anchor else hidden[:, 1:]
         logits = self.lm_head(rows)
-        if self.config.selector is None and self.config.logit_scale != 1.0:
-            logits = logits * self.config.logit_scale
+        if self.config.selector is None:
+            logits = _scaled(logits, self.config.logit_scale, self.config.softcap)
         return logits
 
     def draft(self, input_ids: mx.array, caches: Sequence[AttendingCache]) -> mx.array:
@@ -206,6 +212,38 @@ def join_target(drafter: BlockDrafter, target: ModelParts) -> None:
 
 def _network(config: BlockConfig) -> Any:
     module = mlx_vlm_families.drafter(config.module, f"a drafter of {config.module}")
+    network = module.Model(module.ModelConfig(**_arguments(config)))
+    for name in (*_ENDS, "embed_scale", "argmax_from_hidden"):
+        network.pop(name, None)
+    for layer in network.layers:
+        layer.self_attn = BlockAttention(config)
+    num_taps = len(config.target_layer_ids)
+    network.fc = nn.Linear(num_taps * config.target_hidden_size, config.hidden_size, bias=False)
+    if config.is_laguna:
+        norms = [
+            nn.RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(num_taps)
+        ]
+        network.aux_hidden_norms = norms
+    rope = dict(config.rope)
+    base = rope.pop("rope_theta")
+    shape = _rotated(config, rope), base, config.interleaved
+    network.rope = initialize_rope(*shape, rope or None, config.max_len)
+    if config.markov_rank is not None:
+        network.markov_head.markov_w2 = nn.Linear(
+            config.markov_rank, config.draft_vocab_size, bias=False
+        )
+    return network
+
+
+def _rotated(config: BlockConfig, rope: Mapping[str, Any]) -> int:
+    """How many elements of a head are rotated; proportional ropes leave some out themselves."""
+    if rope.get("rope_type") == "proportional":
+        return config.head_dim
+    return int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+
+
+def _arguments(config: BlockConfig) -> dict[str, Any]:
+    """Arguments of mlx-vlm's configuration; those of parts that are replaced only pass checks."""
     ids = [layer - 1 for layer in config.target_layer_ids]
     given: dict[str, Any] = {
         "hidden_size": config.hidden_size,
@@ -229,22 +267,15 @@ def _network(config: BlockConfig) -> Any:
     if config.markov_rank is not None:
         given |= {"markov_rank": config.markov_rank, "enable_confidence_head": False}
         given |= {"block_size": 2, "proposal_length": 1}  # not read: ours lays blocks out
-    network = module.Model(module.ModelConfig(**given))
-    for name in (*_ENDS, "embed_scale", "argmax_from_hidden"):
-        network.pop(name, None)
-    for layer in network.layers:
-        layer.self_attn = BlockAttention(config)
-    width = len(ids) * config.target_hidden_size
-    network.fc = nn.Linear(width, config.hidden_size, bias=False)
-    rope = dict(config.rope)
-    base = rope.pop("rope_theta")
-    shape = config.head_dim, base, config.interleaved
-    network.rope = initialize_rope(*shape, rope or None, config.max_len)
-    if config.markov_rank is not None:
-        network.markov_head.markov_w2 = nn.Linear(
-            config.markov_rank, config.draft_vocab_size, bias=False
-        )
-    return network
+    if config.is_laguna:
+        each = list(range(config.num_layers))
+        given |= {"model_type": "laguna", "gating": "per-head", "causal": True, "block_size": 2}
+        given |= {"layer_types": ["sliding_attention"] * len(each), "sliding_window": 1}
+        given |= {"sliding_windows": [1] * len(each), "target_layer_ids": each}
+        given |= {"aux_hidden_state_layer_ids": each, "num_target_layers": len(each)}
+        given |= {"draft_vocab_size": config.vocab_size, "rope_theta": 1.0}
+        given["max_position_embeddings"] = config.max_len
+    return given
 
 
 def is_left_out(published: str) -> bool:
@@ -253,7 +284,7 @@ def is_left_out(published: str) -> bool:
     return name.startswith(_LEFT_OUT) or "rotary_emb" in name
 
 
-def _named(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
+def _named(weights: Mapping[str, mx.array], config: BlockConfig) -> dict[str, mx.array]:
     found = {}
     for published, array in weights.items():
         name = published.removeprefix("model.").replace("midlayer.", "layers.0.")
@@ -261,6 +292,12 @@ def _named(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
             continue
         for before, after in _RENAMED:
             name = name.replace(before, after)
+        if ".qkv_proj." in name:  # Laguna's, rows of queries before those of keys and values
+            kept = config.num_kv_heads * config.head_dim
+            places = [len(array) - 2 * kept, len(array) - kept]
+            for kind, part in zip("qkv", mx.split(array, places), strict=True):
+                found[name.replace("qkv_proj", f"{kind}_proj")] = part
+            continue
         found[f"{name}.weight" if name in _CODEBOOKS else name] = array
     return found
 

@@ -97,15 +97,21 @@ class SelectorHead(BlockHead):
 class MarkovHead(BlockHead):
     """Chooses each position's likeliest token given the token before it (DSpark)."""
 
-    def __init__(self, markov: Any, scale: float, top_k: int | None, d2t: mx.array | None) -> None:
+    def __init__(
+        self,
+        markov: Any,
+        transform: Callable[[mx.array], mx.array],
+        top_k: int | None,
+        d2t: mx.array | None,
+    ) -> None:
         """
         Args:
             markov: mlx-vlm's VanillaMarkov.
-            scale: factor on the Markov logits.
+            transform: applied to the Markov logits.
             top_k: number of tokens that the Markov logits correct at each position; None: all.
             d2t: see BlockDrafter; the chain uses the target's token ids.
         """
-        self._markov, self._factor, self._top_k, self._d2t = markov, scale, top_k, d2t
+        self._markov, self._transform, self._top_k, self._d2t = markov, transform, top_k, d2t
 
     def choose(
         self, hidden: mx.array, logits: mx.array, anchors: mx.array
@@ -121,7 +127,7 @@ class MarkovHead(BlockHead):
             else:
                 weights = rows_of(self._markov.markov_w2, candidates[:, place])  # [R, C, rank]
                 bias = (weights @ embedded[..., None])[..., 0]
-            scores.append(logits[:, place] + bias * self._factor)
+            scores.append(logits[:, place] + self._transform(bias))
             found = mx.argmax(scores[-1], axis=-1, keepdims=True).astype(mx.int32)
             if candidates is not None:
                 found = mx.take_along_axis(candidates[:, place], found, axis=-1)
