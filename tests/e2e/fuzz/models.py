@@ -7,6 +7,8 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+from engine.spec_decode import blocks
+from engine.spec_decode.heads import write_head
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models import gemma3_text, llama, qwen3_moe, qwen3_next
 from tokenizers import Tokenizer
@@ -103,9 +105,10 @@ LEAST_BLOCKS = {LARGE_STATES: 48}
 
 
 def write_models(folder: Path, odd: bool = False) -> None:
-    """Writes the models, and for each a `-draft`.
+    """Writes the models, and for each a `-draft` and a block drafter, `-dflash`.
 
-    It often guesses the model right, but for hybrids: what keeps a state cannot draft.
+    A draft often guesses the model right, but for hybrids: what keeps a state cannot draft. A block
+    drafter is of random weights.
 
     Args:
         folder: for a folder of each.
@@ -119,10 +122,12 @@ def write_models(folder: Path, odd: bool = False) -> None:
         weights = _weights(family, config)
         _write(folder / name, config, weights)
         _write(folder / f"{name}-draft", config, _disturbed(weights))
+        _write_block_drafter(folder / f"{name}-dflash", config)
     for name, config in (("hybrid", hybrid), *(((LARGE_STATES, _LARGE_STATES),) if odd else ())):
         _write(folder / name, config, _weights(qwen3_next, config))
         guessing = full | {"head_dim": config["head_dim"]}  # K and V of one shape: few groups
         _write(folder / f"{name}-draft", guessing, _weights(llama, guessing))
+        _write_block_drafter(folder / f"{name}-dflash", config)
 
 
 def write_experts(folder: Path) -> str:
@@ -154,6 +159,18 @@ def _disturbed(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return {
         name: array * (1 + 0.1 * mx.random.normal(array.shape)) for name, array in weights.items()
     }
+
+
+def _write_block_drafter(folder: Path, target: dict[str, Any]) -> None:
+    """One layer that keeps K and V of the target's shape, and reads its first and last layer."""
+    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    taps = [0, target["num_hidden_layers"] - 1]
+    config = blocks.CONFIG | {name: target[name] for name in sizes} | {"num_hidden_layers": 1}
+    config |= {"dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": taps}}
+    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    hidden, size = config["hidden_size"], config["head_dim"]
+    shapes = blocks.shapes(num_layers=1, heads=heads, size=size, num_taps=len(taps), hidden=hidden)
+    write_head(folder, shapes, {}, config, "model.safetensors")
 
 
 def _write(folder: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> None:

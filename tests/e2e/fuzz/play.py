@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from e2e.fuzz.models import NUM_STATE_GROUPS, WINDOW
-from e2e.fuzz.traffic import KEPT_TENANT, Event, Request, Run, Setting
+from e2e.fuzz.traffic import KEPT_TENANT, NETWORKS, Event, Request, Run, Setting
 from e2e.harness import counters, engine
 from vllm import SamplingParams, TokensPrompt
 from vllm.outputs import CompletionOutput, RequestOutput
@@ -154,8 +154,8 @@ def _options(run: Run, models: Path) -> dict[str, Any]:
         speculation = {"method": setting.method, "num_speculative_tokens": setting.num_drafts}
         if setting.method == "ngram":
             speculation |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
-        if setting.method == "draft_model":
-            speculation["model"] = str(models / f"{setting.model}-draft")
+        if (ending := NETWORKS.get(setting.method)) is not None:
+            speculation["model"] = str(models / f"{setting.model}-{ending}")
             options["additional_config"]["prompt_lookup"] = setting.lookup
         options["speculative_config"] = speculation
     return options

@@ -35,7 +35,11 @@ CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
 APART_OF = 5
 #: Of so many seeds, one has the contract of vLLM's second model runner.
 SECOND_OF = 4
-#: Of so many seeds with a draft model, all but one copy text beside it.
+#: Methods with a network of its own, in a folder of the model's name and this ending.
+NETWORKS = {"draft_model": "draft", "dflash": "dflash"}
+#: Of so many seeds with a draft model, one has a block drafter in its place.
+BLOCKS_OF = 2
+#: Of so many seeds with a network that drafts, all but one copy text beside it.
 WITHOUT_LOOKUP_OF = 3
 #: Methods with which vLLM does not schedule ahead by the contract of its first model runner.
 SYNCHRONOUS_ONLY = tuple(name for name in METHODS if name and not BY_NAME[name].schedules_ahead)
@@ -61,7 +65,7 @@ class Setting:
     speculative `method`; with `adaptive` at most. kv_cache_dtype: as --kv-cache-dtype. apart:
     whether the engine has a process of its own. second: whether scheduler and worker have the
     contract of vLLM's second model runner. lookup: whether requests that repeat their text copy it
-    beside a draft model.
+    beside a network that drafts.
     """
 
     model: str
@@ -153,7 +157,9 @@ def draw(
     if seed % SECOND_OF == SECOND_OF - 1:  # by that contract, vLLM schedules ahead with all methods
         ahead = setting.async_scheduling or setting.method in SYNCHRONOUS_ONLY
         setting = replace(setting, second=True, async_scheduling=ahead)
-    if setting.method == "draft_model":
+    if model is None and setting.method == "draft_model" and seed % BLOCKS_OF == 0:
+        setting = replace(setting, method="dflash")
+    if setting.method in NETWORKS:
         setting = replace(setting, lookup=seed % WITHOUT_LOOKUP_OF != 0)
     requests: list[Request] = []
     arrival = 0
