@@ -51,6 +51,13 @@ def test_what_is_kept_is_not_given_back_nor_taken_over():
     assert peak(graph, [result], [first], graph.inputs) == pytest.approx(2 * MIB, abs=64)
 
 
+def test_what_is_not_computed_yet_holds_what_it_follows_from():
+    x = array(256, 1024)
+    graph = record(lambda x: [(first := mx.exp(x)) * 2 + 1, first.sum()], [x])
+    result, later = graph.outputs
+    assert peak(graph, [result], [later], graph.inputs) == pytest.approx(2 * MIB, abs=64)
+
+
 def test_inputs_that_are_not_there_come_when_they_are_needed():
     x, y = array(256, 1024), array(256, 1024)
     graph = record(lambda x, y: [(mx.exp(x).sum() + y)], [x, y])

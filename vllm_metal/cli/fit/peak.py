@@ -45,7 +45,8 @@ def peak(graph: Graph, outputs: Sequence[str], kept: Collection[str], free: Coll
     Args:
         graph: the graph that computes `outputs`.
         kept: arrays that stay allocated when they are no longer needed, like outputs, constants and
-            `free`.
+            `free`. Those that `outputs` do not need are not computed, but hold what they follow
+            from.
         free: inputs that exist already and are not counted. Other inputs are allocated at their
             first use.
     """
@@ -53,7 +54,12 @@ def peak(graph: Graph, outputs: Sequence[str], kept: Collection[str], free: Coll
     for name in (*graph.constants, *free):
         run.place(name, counted=name not in free)
     late = [Operation("Full", (), (), (name,)) for name in graph.inputs if name not in free]
-    order = _order([*late, *graph.operations], outputs, run.there)
+    operations = [*late, *graph.operations]
+    order = _order(operations, outputs, run.there)
+    computed = {operation.outputs for operation in order}
+    for operation in _order(operations, [*kept], run.there):
+        if operation.outputs not in computed:
+            run.kept.update(operation.inputs)
     run.uses.update(name for operation in order for name in operation.inputs)
     for operation in order:
         run.step(operation)
@@ -114,9 +120,9 @@ class _Placement:
 
 
 class _Run:
-    def __init__(self, graph: Graph, kept: Collection[str]) -> None:
+    def __init__(self, graph: Graph, kept: set[str]) -> None:
         self._graph = graph
-        self._kept = kept
+        self.kept = kept
         self._now = self.highest = 0
         self.there: dict[str, _Placement] = {}  # computed arrays, by name
         self.uses: Counter[str] = Counter()  # remaining uses, by name
@@ -135,7 +141,7 @@ class _Run:
         self.highest = max(self.highest, self._now + copies)
         self.uses.subtract(operation.inputs)
         for name in {*operation.inputs, *operation.outputs}:
-            if not self.uses[name] and name not in self._kept:
+            if not self.uses[name] and name not in self.kept:
                 self._release(name)
 
     def _add(self, name: str, placed: _Placement) -> None:
@@ -189,7 +195,7 @@ class _Run:
             layout, buffer = self.there[source].layout, self.there[source].buffer
             fit = layout.shape == shape and layout.itemsize == dtype.size and _is_dense(layout)
             # Another use, now or later, makes an input's memory unavailable.
-            needed = self.uses[source] > 1 or source in self._kept or buffer.arrays > 1
+            needed = self.uses[source] > 1 or source in self.kept or buffer.arrays > 1
             if fit and not needed and buffer.counted and buffer.nbytes <= nbytes + _SPARE:
                 return self.there[source]
         return None
