@@ -50,6 +50,9 @@ class Bucket:
     #: then skips invisible slots. None: use the mask.
     causal_len: int | None = None
     bounds: mx.array | None = None  # [n, 2] int32, visible slots of the context
+    #: [n, Q, S] int32, positions from each slot to each query, the plan's extent where there is no
+    #: bias. None: no bias.
+    distances: mx.array | None = None
     _positions: dict[int, tuple[Places, Places]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -110,6 +113,7 @@ def plan(
     earlier_slots: np.ndarray | None = None,
     bounded: bool = False,
     bidirectional: bool = False,
+    extent: int | None = None,
 ) -> BucketPlan:
     """Groups R requests into buckets of similar shape.
 
@@ -126,6 +130,7 @@ def plan(
         bounded: set the buckets' `bounds`, for reads of the pool.
         bidirectional: rows of a request also see its rows of this step after them; the window still
             ends at each row's own position.
+        extent: distances that have a relative bias, see `reference.run`; None: there is no bias.
     """
     # Requests share a bucket if their query and context lengths round up to the same power of two:
     # padding at most doubles either, and the number of buckets does not grow with the requests.
@@ -142,10 +147,11 @@ def plan(
         first_block = np.maximum(seq_lens - query_lens - window + 1, 0) // block_size
     elif share and len(query_lens) > 1:
         whole = (seq_lens - query_lens) // block_size  # blocks visible to all rows of a request
-        first_block = _add_shared(shared, query_lens, whole, block_tables, writes, block_size)
+        pieces = query_start_loc, seq_lens, block_tables
+        first_block = _add_shared(shared, pieces, whole, writes, block_size, extent)
     pieces = query_start_loc, seq_lens, block_tables
     own = _own_calls(
-        pieces, first_block, writes, block_size, window, causal, bounded, bidirectional
+        pieces, first_block, writes, block_size, window, causal, bounded, bidirectional, extent
     )
     return BucketPlan(
         num_tokens, tuple(own.buckets), own.order(), tuple(shared.buckets), shared.order()
@@ -183,18 +189,22 @@ def _shared_rows(rows: np.ndarray, num_requests: int, context_len: int) -> list[
 
 def _add_shared(
     shared: _Calls,
-    query_lens: np.ndarray,
+    pieces: tuple[np.ndarray, np.ndarray, np.ndarray],
     whole: np.ndarray,
-    block_tables: np.ndarray,
     writes: StepWrites,
     block_size: int,
+    extent: int | None,
 ) -> np.ndarray:
     """Adds calls over shared prefixes; returns each request's first remaining block, [R].
 
-    `query_lens`: [R] rows; `whole`: [R] blocks that all rows of a request see.
+    `pieces`: `query_start_loc`, `seq_lens` and `block_tables`; `whole`: [R] blocks that all rows of
+    a request see.
     """
+    query_start_loc, seq_lens, block_tables = pieces
+    query_lens = np.diff(query_start_loc)
     first_block = np.zeros_like(whole)
     requests = np.repeat(np.arange(len(query_lens)), query_lens)  # of each row
+    positions = np.arange(len(requests)) + (seq_lens - query_start_loc[1:])[requests]
     group, lengths = common_prefixes(block_tables, whole)
     for number, length in enumerate(lengths.tolist()):
         members = np.flatnonzero(group == number)
@@ -204,7 +214,10 @@ def _add_shared(
                 block_tables[members[:1]], np.zeros(1, int), [length], length
             )
             queries = PaddedQueries(of_call[None], np.ones((1, len(of_call)), bool))
-            shared.add(_bucket(table, queries, None, writes, block_size, len(requests)), queries)
+            bucket = _bucket(table, queries, None, writes, block_size, len(requests))
+            if extent is not None:
+                bucket = _with_distances(bucket, positions[of_call][None], extent)
+            shared.add(bucket, queries)
             first_block[members] = length
     return first_block
 
@@ -218,6 +231,7 @@ def _own_calls(
     causal: bool,
     bounded: bool,
     bidirectional: bool,
+    extent: int | None,
 ) -> _Calls:
     """Makes the calls over each request's own blocks, which start at `first_block`, [R].
 
@@ -250,6 +264,9 @@ def _own_calls(
         if bounded:
             bounds = _bounds(first_query, query_lens[members], window)
             bucket = replace(bucket, bounds=bounds)
+        if extent is not None:
+            slots = first_query[:, None] + np.arange(bucket.query_len)
+            bucket = _with_distances(bucket, slots, extent)
         own.add(bucket, queries)
     return own
 
@@ -259,6 +276,13 @@ def _bounds(first_query: np.ndarray, query_lens: np.ndarray, window: int | None)
     begins = np.maximum(0 if window is None else first_query - window + 1, 0)
     seen = np.stack(np.broadcast_arrays(begins, first_query + query_lens), axis=1)
     return mx.array(seen.astype(np.int32))
+
+
+def _with_distances(bucket: Bucket, query_slots: np.ndarray, extent: int) -> Bucket:
+    """Sets `distances`; `query_slots`: [n, Q], the slot of each query in the bucket's context."""
+    found = query_slots[:, :, None] - np.arange(bucket.context_len)
+    found[(found < 0) | (found > extent)] = extent
+    return replace(bucket, distances=mx.array(found.astype(np.int32)))
 
 
 def _pad_to(values: np.ndarray, count: int) -> np.ndarray:

@@ -91,7 +91,7 @@ struct Part {
 // ---- kernel body
 // Template: T, C, O, dtypes of queries, pool and output; D and DV, sizes of keys and values; LATENT, whether
 // values are the first elements of keys; SCALED, whether the pool holds codes; CAPPED, whether scores have
-// a soft cap; PARTIAL, whether contexts are split; ROW_GROUPS, SPLIT, WALKS, PART_WALKS, WALKERS, STRIPS.
+// a soft cap; BIASED, whether a bias by distance; PARTIAL, whether contexts are split; ROW_GROUPS, SPLIT, WALKS, PART_WALKS, WALKERS, STRIPS.
 // Grid: (32 * ROW_GROUPS * WALKERS * SPLIT * tiles, Hkv).
 typedef Fragments<C> Of;
 typedef typename Of::Element M;
@@ -126,6 +126,7 @@ const int group = num_heads / key_pool_shape[0];
 const int window = settings.window;
 const float scale = settings.scale * unit<C>();
 const float cap = settings.cap;
+const int extent = settings.extent;
 // Rows of several requests, which share what they read: each has a Request of its own, and all leave
 // parts. Sinks are counted where each reads the rest.
 const bool listed = PARTIAL && settings.listed != 0;
@@ -144,6 +145,8 @@ const int end = metal::min(tile.end, request.length);
 metal::simdgroup_matrix<Q, 8, 8> q[QM];
 int first_seen[2];  // of each, less this lane's place among a strip's keys
 uint num_seen[2];
+int own[2];  // position of each, less this lane's place among a strip's keys
+const device T* biases[2];
 float sink[2];
 UNROLLED for (int e = 0; e < 2; e++) {
     const int in_tile = row_group * 8 + place.column + e;
@@ -152,12 +155,14 @@ UNROLLED for (int e = 0; e < 2; e++) {
     const int position = request.first_position + packed / group;
     const int oldest_seen = metal::max(tile.begin, position - window + 1);
     first_seen[e] = oldest_seen - place.row;
+    own[e] = position - place.row;
     const int past = settings.bidirectional != 0 ? end : metal::min(end, position + 1);
     num_seen[e] = uint(metal::max(past - oldest_seen, 0));
     sink[e] = tile.split == 0 && !listed ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
     const int row = packed / group;
     const int query_row = listed ? (&request)[row].first_row : request.first_row + row;
     const device T* query = queries + (ulong(query_row) * num_heads + head) * D;
+    biases[e] = bias + (BIASED ? (ulong(query_row) * num_heads + head) * uint(extent) : 0);
     UNROLLED for (int m = 0; m < Keys::CHUNKS * Of::COUNT; m++) {
         const int d = Keys::element(part, m / Of::COUNT, place.row & 6) + Of::at(m % Of::COUNT, place.row % 2);
         q[m].thread_elements()[e] = LATENT || d < D ? Q(query[d]) : Q(0.0f);
@@ -253,6 +258,11 @@ for (int lap = 0; lap < walks; lap += WALKERS) {
             UNROLLED for (int s = 0; s < STRIPS; s++) {
                 float value = score[s].thread_elements()[e] * (key_scale[s] * scale);
                 value = CAPPED ? capped(value, cap) : value;
+                if (BIASED) {
+                    const int distance = own[e] - (base + s * 8);
+                    const float added = float(biases[e][metal::clamp(distance, 0, extent - 1)]);
+                    value += distance < extent ? added * LOG2_E : 0.0f;
+                }
                 const bool seen = uint(base + s * 8 - first_seen[e]) < num_seen[e];
                 value = seen ? value : UNSEEN;
                 score[s].thread_elements()[e] = value;

@@ -35,6 +35,8 @@ SIZES_APART = ((192, 128), (96, 64))
 _LOG2_E = math.log2(math.e)
 _LOWEST = -3.0e38  # as in numeric.metal
 
+_NO_BIAS = {dtype: mx.array([0.0] * MIN_ELEMENTS, dtype) for dtype in VALUE_DTYPES}
+
 _INPUTS = (
     "queries",
     "key_pool",
@@ -46,6 +48,7 @@ _INPUTS = (
     "tiles",
     "scoring",
     "sinks",
+    "bias",
     "after",
 )
 _FOLDER = Path(__file__).parent
@@ -73,6 +76,7 @@ def run(
     key_scales: mx.array | None = None,
     value_scales: mx.array | None = None,
     pace: Pace | None = None,
+    bias: mx.array | None = None,
 ) -> tuple[mx.array, list[mx.array]]:
     """Attends for one layer, once this step's K/V are in the pool.
 
@@ -89,6 +93,8 @@ def run(
         key_scales: [Hkv, B, block_size] bfloat16, for a quantized pool.
         value_scales: like `key_scales`, for values.
         pace: ends command buffers between long dispatches; None: only MLX ends them.
+        bias: [T, H, extent], the dtype of `queries`, added to the score of the key at distance d
+            before the query's own position, for d < extent, the plan's. Not with a soft cap.
 
     Returns:
         [T, H, DV], the dtype of `queries`, and a fence of each dispatch that reads the pool.
@@ -97,6 +103,8 @@ def run(
         ValueError: an argument's shape or dtype is invalid.
     """
     _check(plan, queries, key_pool, value_pool, sinks, key_scales, value_scales)
+    _check_bias(plan, queries, bias, softcap)
+    biases = _NO_BIAS[queries.dtype] if bias is None else padded(bias.flatten(), fill=0)
     sinks = _no_sinks(queries.shape[1]) if sinks is None else padded(sinks, fill=0)
     key_scales = NO_SCALES if key_scales is None else key_scales
     value_scales = NO_SCALES if value_scales is None else value_scales
@@ -110,9 +118,10 @@ def run(
             pace.before(work, *fences[::-1], *outputs[::-1])
         parts = []
         for launch in dispatch.launches:
-            scoring = _scoring(scale, softcap, launch.window, launch.listed, launch.bidirectional)
+            visible = launch.window, launch.listed, launch.bidirectional
+            scoring = _scoring(scale, softcap, *visible, plan.extent or 0)
             lists = plan.block_tables, launch.requests, launch.tiles
-            buffers = [queries, *pools, *lists, scoring, sinks, after]
+            buffers = [queries, *pools, *lists, scoring, sinks, biases, after]
             out, stats, fence = _launch(plan, launch, buffers, softcap is not None)
             parts.append((out, stats))
             fences.append(fence)
@@ -142,6 +151,7 @@ def _launch(
         ("LATENT", shape.latent),
         ("SCALED", key_pool.dtype in CODE_DTYPES),
         ("CAPPED", capped),
+        ("BIASED", plan.extent is not None),
         ("PARTIAL", split),
         *tiling.items(),
     ]
@@ -232,13 +242,18 @@ def _prefill_tiling(
 
 @functools.lru_cache(maxsize=256)
 def _scoring(
-    scale: float, softcap: float | None, window: int, listed: bool, bidirectional: bool
+    scale: float,
+    softcap: float | None,
+    window: int,
+    listed: bool,
+    bidirectional: bool,
+    extent: int,
 ) -> mx.array:
     """Packs struct Scoring of shared/attention.metal, [8] int32; the first two are floats."""
     fields = np.zeros(MIN_ELEMENTS, np.int32)
     capped = (scale * _LOG2_E, 0.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
     fields[:2] = np.array(capped, np.float32).view(np.int32)
-    fields[2:5] = window, listed, bidirectional
+    fields[2:6] = window, listed, bidirectional, extent
     return mx.array(fields)
 
 
@@ -305,3 +320,19 @@ def _check(
         raise ValueError(f"sinks: expected ({shape.num_heads},), found {sinks.shape}")
     check_scales("key_scales", key_scales, key_pool)
     check_scales("value_scales", value_scales, value_pool)
+
+
+def _check_bias(
+    plan: AttentionPlan, queries: mx.array, bias: mx.array | None, softcap: float | None
+) -> None:
+    """Raises ValueError for a bias other than planned, or beside a soft cap."""
+    if plan.extent is None and bias is None:
+        return
+    expected = None
+    if plan.extent is not None:
+        expected = (plan.num_tokens, plan.shape.num_heads, plan.extent), queries.dtype
+    found = None if bias is None else (bias.shape, bias.dtype)
+    if found != expected:
+        raise ValueError(f"bias: expected {expected} as planned, found {found}")
+    if softcap is not None:
+        raise ValueError("a relative bias is not supported beside a soft cap of scores")

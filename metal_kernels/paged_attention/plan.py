@@ -28,6 +28,7 @@ class AttentionPlan:
     dispatches: tuple[Dispatch, ...]
     block_tables: mx.array  # [R, W] int32, W a power of two of at least 8
     order: mx.array | None  # [T] int32, position of row t in the dispatches' outputs; None: t
+    extent: int | None = None  # distances that have a relative bias; None: no bias
 
     @property
     def work(self) -> int:
@@ -53,6 +54,7 @@ def plan(
     splits: Splits = DEFAULT,
     block_size: int | None = None,
     bidirectional: bool = False,
+    extent: int | None = None,
 ) -> AttentionPlan:
     """Divides R requests' rows into tiles.
 
@@ -67,8 +69,9 @@ def plan(
         lag: upper bounds minus actual values of `seq_lens` and positions; None: zero.
         splits: how contexts are split, if `tiles` allows it.
         block_size: tokens per block. If given, decodes read a shared prefix once, unless parts have
-            a fixed length.
+            a fixed length, or there is a bias.
         bidirectional: rows of a request also see its rows after them.
+        extent: distances that have a relative bias, see `op.run`; None: there is no bias.
     """
     tiles = tiles or Tiles.for_layer(shape, window)
     batch = Batch.of(query_start_loc, seq_lens, shape, window, lag, bidirectional)
@@ -80,7 +83,10 @@ def plan(
         rows = next((size for size in sizes if size >= most), sizes[-1])
         for piece in batch.pieces(members, rows, most_work):
             common = None
-            if decode and block_size is not None and splits.fixed is None:
+            # Rows that share a prefix have no positions in it, from which distances would follow.
+            shares = block_size is not None and splits.fixed is None and extent is None
+            if decode and shares:
+                assert block_size is not None
                 common = beginnings(batch, piece, rows, tiles, block_tables, block_size)
             made = dispatch_of(decode, rows, batch, piece, splits if tiles.split else None, common)
             dispatches.append(_widen(made, shape, tiles, splits))
@@ -91,6 +97,7 @@ def plan(
         dispatches=tuple(dispatches),
         block_tables=_pad_tables(block_tables),
         order=output_order(batch, pieces) if len(kinds) > 1 else None,
+        extent=extent,
     )
 
 

@@ -76,6 +76,7 @@ const int window = settings.window;
 const int first =
     metal::max(tile.begin, request.first_position + tile.packed_begin / group - window + 1);
 const float cap = settings.cap;
+const int extent = settings.extent;
 const uint thread_index = simdgroup * 32 + lane;
 const int row_group = int(simdgroup) / SPLIT;
 const int part = int(simdgroup) % SPLIT;
@@ -92,7 +93,9 @@ const int newest = settings.bidirectional != 0 ? end - 1 : position;  // key tha
 
 Matrix q[QM];
 Matrix acc[OM];
-const device T* query = queries + (ulong(request.first_row + row) * num_heads + head) * D;
+const ulong row_of_head = ulong(request.first_row + row) * num_heads + head;
+const device T* query = queries + row_of_head * D;
+const device T* biases = bias + (BIASED ? row_of_head * uint(extent) : 0);
 UNROLLED for (int m = 0; m < QM; m++) {
     const int d = part * (D / SPLIT) + m * 8 + place.column;
     q[m].thread_elements()[0] = float(query[d]) * settings.scale;
@@ -154,7 +157,11 @@ for (int base = tile.begin; base < end; base += KEYS) {
             const int key = base + s * 8 + place.column + e;
             const bool seen = key <= newest && position - key < window;
             const float product = scores[s].thread_elements()[e];
-            const float score = CAPPED ? capped(product, cap) : product;
+            float score = CAPPED ? capped(product, cap) : product;
+            if (BIASED) {
+                const float added = float(biases[metal::clamp(position - key, 0, extent - 1)]);
+                score += position - key < extent ? added * LOG2_E : 0.0f;
+            }
             scores[s].thread_elements()[e] = seen ? score : LOWEST;
             next = metal::max(next, scores[s].thread_elements()[e]);
         }

@@ -40,6 +40,7 @@ def run(
     value_scales: mx.array | None = None,
     pace: Pace | None = None,
     gather: Gather | None = None,
+    bias: mx.array | None = None,
 ) -> mx.array:
     """Attends for one layer.
 
@@ -54,6 +55,8 @@ def run(
         fused: use MLX's fused attention, which has no soft cap, instead of plain operations; None:
             the faster one on this device.
         scale, sinks, softcap, key_scales, value_scales, pace: see `op.run`.
+        bias: [T, H, extent], added to the score of the key at distance d before the query's own
+            position, for d < extent, the plan's.
         gather: reads contexts that already include this step's K/V; None: an indexed read.
 
     Returns:
@@ -71,11 +74,12 @@ def run(
         v = k  # latents, of which the caller takes the values
         if value_pool is not key_pool:
             v = context(bucket, values, value_pool, value_scales, queries.dtype, gather)
-        if fused and softcap is None and not plan.shared:
+        if fused and softcap is None and bias is None and not plan.shared:
             out = _attend_fused(picked, k, v, bucket, scale, sinks)
         else:
             sinks_here = sinks if len(outputs) < len(plan.buckets) else None  # count them only once
-            out, log_sum = _attend_grouped(picked, k, v, bucket, scale, sinks_here, softcap)
+            biases = None if bias is None else _biases(bucket, bias)
+            out, log_sum = _attend_grouped(picked, k, v, bucket, scale, sinks_here, softcap, biases)
             log_sums.append(log_sum)
         outputs.append(out)
     merged = _join_shared(plan, outputs, log_sums) if plan.shared else _reorder(outputs, plan.order)
@@ -156,8 +160,9 @@ def _attend_grouped(
     scale: float,
     sinks: mx.array | None,
     softcap: float | None,
+    biases: mx.array | None,
 ) -> tuple[mx.array, mx.array]:
-    """Like `_attend_fused`, in plain operations.
+    """Like `_attend_fused`, in plain operations. `biases`: [n * Q, H, S] float32.
 
     Returns:
         The result in float32, and [n * Q, H, 1] float32: log2 of each softmax sum.
@@ -176,6 +181,9 @@ def _attend_grouped(
     scores = scores.reshape(*rows, -1)
     if softcap is not None:
         scores = mx.tanh(scores) * (softcap * _LOG2_E)
+    if biases is not None:
+        by_head = _heads_first(biases * _LOG2_E, bucket, num_kv_heads)
+        scores = scores + by_head.reshape(scores.shape)
     if bucket.mask is not None:
         mask = bucket.mask.reshape(bucket.num_requests, *queries_axis, 1, -1)
         scores = mx.where(mask, scores, -mx.inf)
@@ -195,6 +203,16 @@ def _attend_grouped(
         _rows_first(out, bucket, num_heads),
         _rows_first(top + mx.log2(total), bucket, num_heads),
     )
+
+
+def _biases(bucket: Bucket, bias: mx.array) -> mx.array:
+    """Returns the biases of a bucket's scores, [n * Q, H, S] float32."""
+    assert bucket.distances is not None
+    extent = bias.shape[-1]
+    rows = bias if bucket.rows is None else bias[bucket.rows]
+    distances = bucket.distances.reshape(-1, 1, bucket.context_len)
+    found = mx.take_along_axis(rows, mx.minimum(distances, extent - 1), axis=-1)
+    return mx.where(distances < extent, found.astype(mx.float32), 0.0)
 
 
 def _heads_first(rows: mx.array, bucket: Bucket, num_kv_heads: int) -> mx.array:

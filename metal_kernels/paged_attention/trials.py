@@ -14,7 +14,9 @@ from metal_kernels.paged_attention.splits import ALWAYS, WHOLE
 from metal_kernels.paged_attention.tiles import STRIP, WIDE_ROWS, Tiles
 
 
-def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[AttentionPlan]:
+def trials(
+    shape: AttentionShape, window: int | None, tiles: Tiles, extent: int | None = None
+) -> Iterator[AttentionPlan]:
     """Yields small plans that launch every pipeline that plans with `tiles` may launch.
 
     Each has one request, of up to tiles.prefill[-1] rows, in block 0 only.
@@ -42,6 +44,7 @@ def trials(shape: AttentionShape, window: int | None, tiles: Tiles) -> Iterator[
                     window,
                     replace(tiles.only(decode, rows), wide=wide),
                     splits=ALWAYS,
+                    extent=extent,
                 )
                 for query in queries
                 for length in lengths

@@ -94,6 +94,7 @@ class Case:
     window: int | None = None  # positions a query sees, including its own; None: all before it
     sinks: bool = False  # in every other step
     softcap: float | None = None
+    extent: int | None = None  # distances with a relative bias; None: no bias
     kernels: tuple[str, ...] = KERNELS  # subset of KERNELS and CHOICES to check
     states: StateKind | None = None  # of recurrent layers that share the pool
     rotation: RotationKind | None = None  # supported by writes
@@ -137,6 +138,8 @@ class Case:
             parts.append(f"window {self.window}")
         if self.softcap is not None:
             parts.append(f"soft cap {self.softcap}")
+        if self.extent is not None:
+            parts.append(f"bias of {self.extent} distances")
         if self.states is not None:
             parts.append(str(self.states))
         if self.rotation is not None:

@@ -149,6 +149,7 @@ def _compare_attention(
         layout.slot_mapping_np,
         layout.block_size,
         case.window,
+        extent=case.extent,
     )
     expected = attention_reference.run(
         plan,
@@ -161,12 +162,14 @@ def _compare_attention(
         sinks=step.sinks,
         softcap=case.softcap,
         fused=False,
+        bias=step.bias,
     )
     wanted = floats(expected)
     # Tolerance: one unit in the last place of the output's dtype, and float32's rounding errors. A
     # score is a sum of D products of about 1/sqrt(D). Their roundings add up to at most some
     # sqrt(D) eps; exp2 and the division add a few eps, tanh adds one per unit of its cap. That is
-    # the relative error of a weight, and so of the numerator and the denominator of a mean of V.
+    # the relative error of a weight, and so of the numerator and the denominator of a mean of V. A
+    # bias is of that size, too.
     weight_error = _FLOAT_EPS * (math.sqrt(case.shape.head_size) + 8 + (case.softcap or 0.0))
     if by_mlx:
         # MLX's kernels may round scaled queries, and on matrix units weights, to the dtype's 16

@@ -52,6 +52,7 @@ class _Pool:
             next(self.tiles),
             splits=next(self.splits),
             block_size=layout.block_size,
+            extent=self.case.extent,
         )
 
     def write(self, step: Step, slots: mx.array | None = None) -> mx.array:
@@ -208,6 +209,7 @@ def _attend_by(plan: AttentionPlan, pool: _Pool, step: Step, written: mx.array) 
         sinks=step.sinks,
         key_scales=key_scales,
         value_scales=key_scales if values is None else value_scales,
+        bias=step.bias,
     )
     return out
 

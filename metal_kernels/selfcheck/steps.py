@@ -30,6 +30,7 @@ class Step:
     keys: mx.array  # [T, Hkv, D]
     values: mx.array | None  # [T, Hkv, D]; None: the keys hold them
     sinks: mx.array | None  # [H]
+    bias: mx.array | None = None  # [T, H, extent]
 
 
 def layouts(case: Case, kernel: str, count: int) -> list[tuple[RaggedLayout, np.ndarray]]:
@@ -139,9 +140,17 @@ def steps(case: Case, kernel: str, count: int) -> list[Step]:
                 keys=_rows(rng, (*rows, size), case, exact),
                 values=None if case.shape.latent else _rows(rng, (*rows, value_size), case, exact),
                 sinks=sinks.astype(case.dtype) if case.sinks and index % 2 else None,
+                bias=_bias(rng, rows[0], case),
             )
         )
     return played
+
+
+def _bias(rng: np.random.Generator, num_rows: int, case: Case) -> mx.array | None:
+    if case.extent is None:
+        return None
+    shape = num_rows, case.shape.num_heads, case.extent
+    return mx.array(rng.normal(size=shape).astype(np.float32)).astype(case.dtype)
 
 
 def _rows(rng: np.random.Generator, shape: tuple[int, ...], case: Case, exact: bool) -> mx.array:

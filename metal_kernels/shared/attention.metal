@@ -37,7 +37,8 @@ struct Scoring {
     int window;   // positions a query sees, including its own
     int listed;   // each query row has its own Request, and sees the tile's whole range
     int bidirectional;  // rows of a request see those after them, too
-    int unused[3];
+    int extent;  // distances from a query to a key that have a bias
+    int unused[2];
 };
 
 inline float capped(float product, float cap) {

@@ -220,6 +220,17 @@ _FAULTS: _Faults = {
     (PREFILL, "prefill, behind", WRONG): [
         ("past the end of the request", "metal::min(tile.end, request.length)", "tile.end"),
     ],
+    (DECODE, "decode, bias", WRONG): [
+        ("bias of the distance beside", "own[e] - (base", "own[e] + 1 - (base"),
+        ("one distance for a strip's keys", "own[e] = position - place.row", "own[e] = position"),
+        ("bias one distance beyond the extent", "distance < extent ?", "distance <= extent ?"),
+        ("bias without log2(e)", "? added * LOG2_E", "? added"),
+        (
+            "bias of another row",
+            "(ulong(query_row) * num_heads + head) * uint(extent)",
+            "head * uint(extent)",
+        ),
+    ],
     (DECODE, "decode, window", WRONG): [
         ("window one key too wide", "position - window + 1", "position - window"),
         ("keys of the window not loaded", "oldest - window + 1", "oldest - window + 3"),
@@ -331,6 +342,12 @@ _FAULTS: _Faults = {
     (PREFILL, "prefill, window", WRONG): [
         ("window one key too wide", "position - key < window", "position - key <= window"),
         ("sink without log2(e)", " * LOG2_E, LOWEST)", ", LOWEST)"),
+    ],
+    (PREFILL, "prefill, bias", WRONG): [
+        ("bias of the distance beside", "clamp(position - key, 0", "clamp(position - key + 1, 0"),
+        ("bias one distance beyond the extent", "key < extent ? added", "key <= extent ? added"),
+        ("bias without log2(e)", "? added * LOG2_E", "? added"),
+        ("bias of another row", "row_of_head * uint(extent)", "head * uint(extent)"),
     ],
     (PREFILL, "prefill, fp8", WRONG): [
         ("K's scale used for V", "value_pool, value_scales, con", "value_pool, key_scales, con"),

@@ -42,6 +42,7 @@ from tests.metal_kernels.kv_write.rotating import Rotating, rotated
 from tests.metal_kernels.mutants import MUTANTS, OVERFLOWS, WRONG, Mutant
 from tests.metal_kernels.paged_attention.batches import (
     Batch,
+    bias_of,
     decoded,
     expected,
     make_batch,
@@ -69,6 +70,7 @@ def check_attention(
     most_behind: int = 0,
     tiles: Tiles | None = None,
     block_size: int | None = None,
+    bias: mx.array | None = None,
 ) -> None:
     seq_lens, tables, lag = batch.seq_lens, batch.tables, None
     if most_behind:
@@ -83,6 +85,7 @@ def check_attention(
         lag=lag,
         splits=DEFAULT if block_size is None else ALWAYS,
         block_size=block_size,
+        extent=None if bias is None else bias.shape[-1],
     )
     out, fences = paged_attention.run(
         plan,
@@ -95,6 +98,7 @@ def check_attention(
         sinks=None if sinks is None else mx.array(sinks),
         key_scales=batch.key_scales,
         value_scales=batch.value_scales,
+        bias=bias,
     )
     for fence in fences:
         check_fence(fence)
@@ -113,14 +117,15 @@ class Attention:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    extent: int | None = None  # distances with a bias
     most_behind: int = 0  # by how much the host overstates contexts
     tiles: Tiles | None = None  # to choose from
     #: (indices of requests, blocks that they begin with in common) of each group, read once.
     alike: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     @cached_property
-    def case(self) -> tuple[Batch, np.ndarray, np.ndarray | None]:
-        """Batch, expected output, sinks."""
+    def case(self) -> tuple[Batch, np.ndarray, np.ndarray | None, mx.array | None]:
+        """Batch, expected output, sinks, bias."""
         rng = np.random.default_rng(0)
         num_kv_heads = 1 if self.head_size == 576 else 2
         shape = AttentionShape(4, num_kv_heads, self.head_size, min(self.head_size, 512))
@@ -128,12 +133,14 @@ class Attention:
             rng, self.requests, shape, mx.float32, self.cache, self.block_size, self.alike
         )
         sinks = rng.normal(size=4).astype(np.float32) if self.has_sinks else None
-        return batch, expected(batch, SCALE, self.window, self.softcap, sinks), sinks
+        bias = None if self.extent is None else bias_of(rng, batch, self.extent)
+        wanted = expected(batch, SCALE, self.window, self.softcap, sinks, bias=bias)
+        return batch, wanted, sinks, bias
 
     def __call__(self) -> None:
-        batch, wanted, sinks = self.case
+        batch, wanted, sinks, bias = self.case
         options = self.window, self.softcap, sinks, self.most_behind, self.tiles
-        check_attention(batch, wanted, *options, self.block_size if self.alike else None)
+        check_attention(batch, wanted, *options, self.block_size if self.alike else None, bias)
 
 
 @dataclass(frozen=True)
@@ -294,6 +301,7 @@ PROBES: dict[str, Probe] = {
     "decode": Attention(DECODES),
     "decode, window": Attention(DECODES, window=7, has_sinks=True),
     "decode, soft cap": Attention(DECODES, softcap=1.0),
+    "decode, bias": Attention(DECODES, extent=20),
     "decode, blocks of 32": Attention(DECODES, block_size=32),
     "decode, fp8": Attention(((37, 1), (17, 2)), cache=mx.uint8),
     "decode, int8": Attention(((37, 1), (17, 2)), cache=mx.int8),
@@ -313,6 +321,7 @@ PROBES: dict[str, Probe] = {
     "prefill": Attention(PREFILLS, tiles=OF_PREFILL),
     "prefill, behind": Attention(PREFILLS, most_behind=3, tiles=OF_PREFILL),
     "prefill, window": Attention(PREFILLS, window=7, has_sinks=True, tiles=OF_PREFILL),
+    "prefill, bias": Attention(PREFILLS, extent=20, tiles=OF_PREFILL),
     "prefill, fp8": Attention(((20, 5), (3, 1)), cache=mx.uint8, tiles=OF_PREFILL),
     "prefill, 192": Attention(((20, 5), (3, 1)), head_size=192, tiles=OF_PREFILL),
     "prefill, split": Attention(((290, 5), (3, 1)), has_sinks=True, tiles=OF_PREFILL),

@@ -50,6 +50,7 @@ ROTATED = [
         rotation=RotationKind(64, 512, True),
     ),
 ]
+BIASED = ("kv_write", "decode", "prefill", "reduce")
 RECURRENT = replace(
     PLAIN, kernels=OF_STATES, states=StateKind((2, 32, 4, 6), delta=True, channels=96)
 )
@@ -76,6 +77,7 @@ def wrapped(around):
             Case(AttentionShape(2, 2, 80, 80), F32, INT8, 16, window=300, softcap=30.0), marks=MORE
         ),
         pytest.param(Case(AttentionShape(16, 1, 576, 512), BF16, BF16, 16), marks=MORE),
+        pytest.param(Case(AttentionShape(4, 2, 64, 64), F16, F16, 16, extent=40, kernels=BIASED)),
     ],
     ids=str,
 )

@@ -21,7 +21,6 @@ from vllm_metal.engine.attention.paged_cache import LayerRotation
 from vllm_metal.engine.kv_cache.gathered import ByMLX
 from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads
-from vllm_metal.engine.kv_cache.layer_cache import AttentionKind
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import block_size_for, host_of_states
@@ -38,8 +37,8 @@ shapes = st.builds(
     st.sampled_from([64, 128, 192, 512]),
 ) | st.sampled_from([(71, 1, 64), (64, 64, 64), (65, 65, 64)])
 windows = st.sampled_from([None, 40, 192, 253, 512])
-softcaps = st.sampled_from([None, 30.0])
-kinds = st.tuples(shapes, windows, st.sampled_from([None, mx.float16]), softcaps)
+variants = st.sampled_from([{}, {"softcap": 30.0}, {"extent": 20}])
+kinds = st.tuples(shapes, windows, st.sampled_from([None, mx.float16]), variants)
 request = st.tuples(st.integers(0, MOST), st.integers(1, 9) | st.integers(1, 100))
 
 
@@ -58,7 +57,7 @@ def serve(backend, layer, dtype, pool_dtype, steps):
     kv_cache.copy_blocks(np.array([3]), np.array([4]))
     kv_cache.clear_blocks(np.array([5, 6]))
     for requests in steps:
-        plan = backend.plan(layout(requests), AttentionKind(shape, layer.window))
+        plan = backend.plan(layout(requests), layer.kind)
         keys, values = (
             mx.zeros((plan.num_tokens, shape.num_kv_heads, size), dtype)
             for size in (shape.head_size, shape.value_size)
@@ -66,7 +65,10 @@ def serve(backend, layer, dtype, pool_dtype, steps):
         queries = mx.zeros((plan.num_tokens, shape.num_heads, shape.head_size), dtype)
         sinks = None if layer.sinks is None else mx.zeros(shape.num_heads, layer.sinks)
         kv_cache.write(plan, keys, values)
-        kv_cache.attend(plan, queries, Scoring(1.0, sinks, layer.softcap))
+        bias = None
+        if layer.extent is not None:
+            bias = mx.zeros((*queries.shape[:2], layer.extent), dtype)
+        kv_cache.attend(plan, queries, Scoring(1.0, sinks, layer.softcap, bias))
 
 
 @settings(max_examples=15)
@@ -85,17 +87,17 @@ def test_no_step_asks_for_what_was_not_compiled(layers, pool_dtype, steps, fewer
             window,
             sinks,
             value_size=128 if shape[2] == 192 else None,
-            softcap=softcap,
+            **variant,
         )
-        for index, (shape, window, sinks, softcap) in enumerate(layers)
+        for index, (shape, window, sinks, variant) in enumerate(layers)
     ]
     backend = KERNELS
     if fewer:  # some failed their self-check
         tiles = {}
-        for shape, window in {(layer.shape, layer.window) for layer in layers}:
-            sizes = Tiles.for_layer(shape, window)
+        for kind in {layer.kind for layer in layers}:
+            sizes = Tiles.for_layer(kind.shape, kind.window)
             kept = drawn.draw(st.sets(st.sampled_from([*sizes.decode, *sizes.prefill]), min_size=1))
-            tiles[shape, window] = Tiles(
+            tiles[kind] = Tiles(
                 tuple(rows for rows in sizes.decode if rows in kept),
                 tuple(rows for rows in sizes.prefill if rows in kept),
                 drawn.draw(st.booleans()) and sizes.split,

@@ -120,8 +120,18 @@ def overstated(batch: Batch, most: int) -> tuple[np.ndarray, np.ndarray, Positio
     return seq_lens, tables, PositionLag(mx.array(counts), np.full(num_requests, most, np.int32))
 
 
-def expected(batch, scale, window=None, softcap=None, sinks=None, bidirectional=False):
-    """[T, H, DV] float64, one row and head at a time."""
+def bias_of(rng, batch, extent):
+    """Biases that change which keys count, [T, H, extent] in the queries' dtype."""
+    bias = 2.0 * rng.normal(size=(*batch.queries.shape[:2], extent))
+    return mx.array(bias.astype(np.float32)).astype(batch.queries.dtype)
+
+
+def expected(batch, scale, window=None, softcap=None, sinks=None, bidirectional=False, bias=None):
+    """[T, H, DV] float64, one row and head at a time.
+
+    Args:
+        bias: [T, H, extent], added to the score of the key that many positions before the row's.
+    """
     shape = batch.shape
     queries = np.array(batch.queries.astype(mx.float32), np.float64)
     out = np.empty((len(queries), shape.num_heads, shape.value_size))
@@ -135,6 +145,10 @@ def expected(batch, scale, window=None, softcap=None, sinks=None, bidirectional=
             scores = np.einsum("hd,shd->hs", queries[row], k) * scale
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
+            if bias is not None:
+                near = min(bias.shape[-1], position + 1 - first)  # keys with a bias, the last ones
+                added = np.array(bias[row, :, :near].astype(mx.float32), np.float64)
+                scores[:, scores.shape[1] - near :] += added[:, ::-1]
             top = scores.max(axis=1)
             if sinks is not None:
                 top = np.maximum(top, sinks)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from metal_kernels.paged_attention import AttentionShape, buckets, reference
+from tests.metal_kernels.paged_attention.batches import bias_of, make_batch
 from tests.metal_kernels.paged_attention.batches import expected as formula
-from tests.metal_kernels.paged_attention.batches import make_batch
 
 SHAPE = AttentionShape(6, 2, 64, 64)
 BLOCK = 16
@@ -60,9 +60,10 @@ def attend(batch, plan, **options):
     )
 
 
-def plan_of(batch, slots=None):
+def plan_of(batch, slots=None, extent=None):
     slots = np.full(len(batch.queries), -1) if slots is None else slots
-    return buckets.plan(batch.starts, batch.seq_lens, batch.tables, slots, BLOCK, share=True)
+    placed = batch.starts, batch.seq_lens, batch.tables, slots, BLOCK
+    return buckets.plan(*placed, share=True, extent=extent)
 
 
 request = st.tuples(st.integers(0, 40), st.integers(1, 5))
@@ -73,21 +74,23 @@ family = st.tuples(st.integers(0, 6), st.lists(request, min_size=1, max_size=4))
     families=st.lists(family, min_size=1, max_size=3),
     with_sinks=st.booleans(),
     softcap=st.sampled_from([None, 3.0]),
+    extent=st.sampled_from([None, 1, 30, 200]),
     in_pieces=st.booleans(),
     seed=st.integers(0, 2**16),
 )
 def test_batches_with_common_beginnings_equal_the_formula(
-    families, with_sinks, softcap, in_pieces, seed
+    families, with_sinks, softcap, extent, in_pieces, seed
 ):
     rng = np.random.default_rng(seed)
     batch = shared_batch(rng, families)
     sinks = rng.normal(size=SHAPE.num_heads).astype(np.float32) if with_sinks else None
+    bias = None if extent is None else bias_of(rng, batch, extent)
     limits = {"MAX_SCORES": 100, "MAX_GATHERED": 64, "MIN_ROWS": 3} if in_pieces else {}
     with mock.patch.multiple(buckets, MIN_SAVED=1, **limits):
-        plan = plan_of(batch)
+        plan = plan_of(batch, extent=extent)
     given_sinks = None if sinks is None else mx.array(sinks)
-    found = attend(batch, plan, sinks=given_sinks, softcap=softcap)
-    wanted = formula(batch, 0.2, softcap=softcap, sinks=sinks)
+    found = attend(batch, plan, sinks=given_sinks, softcap=softcap, bias=bias)
+    wanted = formula(batch, 0.2, softcap=softcap, sinks=sinks, bias=bias)
     np.testing.assert_allclose(np.array(found), wanted, atol=1e-4)
 
 

@@ -17,6 +17,7 @@ from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES, SIZES_APA
 from metal_kernels.paged_attention.splits import DEFAULT
 from tests.metal_kernels.paged_attention.batches import (
     Batch,
+    bias_of,
     expected,
     make_batch,
     overstated,
@@ -37,6 +38,7 @@ def attend(
     most_behind=0,
     splits=DEFAULT,
     bidirectional=False,
+    bias=None,
 ):
     seq_lens, tables, lag = batch.seq_lens, batch.tables, None
     if most_behind:
@@ -47,6 +49,7 @@ def attend(
         splits=splits,
         block_size=batch.key_pool.shape[2] if bidirectional else None,
         bidirectional=bidirectional,
+        extent=None if bias is None else bias.shape[-1],
     )
     out, fences = paged_attention.run(
         plan,
@@ -59,20 +62,29 @@ def attend(
         sinks=sinks,
         key_scales=batch.key_scales,
         value_scales=batch.value_scales,
+        bias=bias,
     )
     assert all(np.array(fence).tolist() == [0] * 8 for fence in fences)
     return out
 
 
 def check(
-    batch, compiler, window=None, softcap=None, sinks=None, most_behind=0, bidirectional=False
+    batch,
+    compiler,
+    window=None,
+    softcap=None,
+    sinks=None,
+    most_behind=0,
+    bidirectional=False,
+    bias=None,
 ):
+    options = {"bidirectional": bidirectional, "bias": bias}
     with kernel.using(compiler):
-        out = attend(batch, window, softcap, sinks, most_behind, bidirectional=bidirectional)
+        out = attend(batch, window, softcap, sinks, most_behind, **options)
     assert out.dtype == batch.queries.dtype
     found = np.array(out.astype(mx.float32))
     sinks = None if sinks is None else np.array(sinks.astype(mx.float32), np.float64)
-    wanted = expected(batch, SCALE, window, softcap, sinks, bidirectional)
+    wanted = expected(batch, SCALE, window, softcap, sinks, bidirectional, bias)
     # An output is an average of values: each, and the output, rounded to the dtype once at most.
     largest = max(np.abs(values).max() for _, values in batch.contexts)
     atol = float(mx.finfo(out.dtype).eps) * largest + 1e-5  # and float32's sums
@@ -154,6 +166,58 @@ def test_requests_that_end_before_where_the_host_says(
     rng = np.random.default_rng(seed)
     batch = make_batch(rng, requests, AttentionShape(*heads, 64, 64), mx.float16, None, block_size)
     check(batch, Checker("forward").metal_kernel, window, most_behind=most)
+
+
+#: Query heads a K/V head, head size, dtype, cache, window, extent, (computed, rows), rows behind.
+BIASED = {
+    "decode": (2, 64, "f32", "same", None, 16, [(37, 1), (3, 1), (16, 2)], 0),
+    "behind": (4, 128, "f16", "same", None, 20, [(37, 3), (60, 2)], 2),
+    "window": (1, 128, "bf16", "same", 24, 24, [(70, 3), (5, 9)], 0),
+    "codes": (2, 128, "f16", "fp8", None, 7, [(30, 1), (21, 20)], 0),
+    "in parts": (2, 64, "f32", "int8", None, 300, [(LONG, 2)], 3),
+    "prompt": (2, 128, "f16", "same", None, 30, [(21, 40), (0, 9)], 0),
+    "prompt's window": (2, 192, "f32", "same", 9, 5, [(21, 33), (4, 2)], 2),
+    "one distance": (2, 64, "f32", "same", None, 1, [(20, 1), (20, 21)], 0),
+}
+
+
+@pytest.mark.parametrize("name", list(BIASED))
+def test_scores_get_a_bias_by_distance(name):
+    group, size, dtype, cache, window, extent, requests, most_behind = BIASED[name]
+    rng = np.random.default_rng(4)
+    shape = AttentionShape(2 * group, 2, size, size)
+    batch = make_batch(rng, requests, shape, DTYPES[dtype], CACHES[cache], 16)
+    bias = bias_of(rng, batch, extent)
+    checker = Checker("random:3")
+    check(batch, checker.metal_kernel, window, None, None, most_behind, bias=bias)
+    if cache != "same" or dtype != "f32":
+        return
+    nowhere = np.full(batch.starts[-1], -1, np.int32)
+    placed = batch.starts, batch.seq_lens, batch.tables, nowhere, 16, window
+    plan = buckets.plan(*placed, extent=extent)
+    pools = [mx.nan_to_num(pool) for pool in (batch.key_pool, batch.value_pool)]
+    for fused in (False, True):
+        given = batch.queries, None, None, *pools, SCALE
+        out = reference.run(plan, *given, fused=fused, bias=bias)
+        wanted = expected(batch, SCALE, window, bias=bias)
+        np.testing.assert_allclose(np.array(out), wanted, atol=1e-5, rtol=0)
+
+
+def test_a_bias_other_than_planned_is_rejected():
+    batch = make_batch(np.random.default_rng(0), [(3, 2)], AttentionShape(2, 2, 64, 64), mx.float32)
+    of_four = mx.zeros((2, 2, 4))
+    planned = paged_attention.plan(
+        batch.starts, batch.seq_lens, batch.tables, batch.shape, extent=4
+    )
+    placed = batch.queries, batch.key_pool, batch.value_pool, FENCE, SCALE
+    for bias in (None, of_four[:, :, :3], of_four.astype(mx.float16)):
+        with pytest.raises(ValueError, match="bias: expected"):
+            paged_attention.run(planned, *placed, bias=bias)
+    with pytest.raises(ValueError, match="soft cap"):
+        paged_attention.run(planned, *placed, softcap=2.0, bias=of_four)
+    without = replace(planned, extent=None)
+    with pytest.raises(ValueError, match="bias: expected None"):
+        paged_attention.run(without, *placed, bias=of_four)
 
 
 #: Heads, head size, window, (computed, rows) of each request, most rows that it may be behind.

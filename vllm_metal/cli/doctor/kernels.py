@@ -36,6 +36,7 @@ from vllm_metal.settings.extras import INTERPRETER
 # Maps head size to query heads per K/V head. Each power of two that a group size consists of is a
 # separate kernel. Examples: 64: Qwen2-0.5B 7, 128: Llama 3 4, 256: Gemma 2 2, 512: Gemma 4 8.
 _GROUPS = {64: 7, 80: 1, 96: 1, 128: 4, 192: 8, 256: 2, 512: 8}
+_WITH_BIAS = tuple(name for name in KERNELS if name != "gathered")  # MLX's attention has none
 _LATENT = AttentionShape(num_heads=16, num_kv_heads=1, head_size=576, value_size=512)
 _INTERPRETED_STEPS = 8  # steps per shape; a Metal device uses the self-check's default
 _TIMING_LIMIT = 60.0  # seconds per kernel; calls take milliseconds, so only a hang takes longer
@@ -82,13 +83,14 @@ def all_cases() -> list[Case]:
         for shape in shapes
         for block_size in (16, 32)
     ]
-    # Windows and sinks use the same compiled kernels, and a soft cap only adds a function to
-    # scores, so each kind gets only one of them.
+    # Windows and sinks use the same compiled kernels, and a soft cap or bias only changes scores,
+    # so each kind gets only one of them.
     extras: list[dict[str, Any]] = [
         {},
         {"sinks": True},
         {"window": 40},
         {"softcap": 30.0},
+        {"extent": 48, "kernels": _WITH_BIAS},
         {"states": _DELTA_RULE},
     ]
     cases = [

@@ -71,6 +71,7 @@ class AttentionLayer(StatefulLayer):
     rotation: LayerRotation | None = None  # RoPE that the write can apply for the layer
     bidirectional: bool = False  # whether tokens see later ones of their request in the same step
     guest: bool = False  # see StatefulLayer
+    extent: int | None = None  # distances with a relative bias; None: no bias
 
     @property
     def shape(self) -> AttentionShape:
@@ -83,7 +84,7 @@ class AttentionLayer(StatefulLayer):
 
     @cached_property
     def _attention(self) -> AttentionKind:
-        return AttentionKind(self.shape, self.window, self.bidirectional)
+        return AttentionKind(self.shape, self.window, self.bidirectional, self.extent)
 
     @property
     def storage_key(self) -> KVShape:
@@ -168,9 +169,13 @@ class AttentionLayer(StatefulLayer):
     ) -> list[Case]:
         size = block_size // parts_of(block_size)
         kind = (self.shape, dtype, elements, size, self.window)
-        # MLX's attention serves no bidirectional layers, so there is nothing to time.
-        kernels = _KERNELS[: -len(CHOICES)] if self.bidirectional else _KERNELS
-        cases = [Case(*kind, sinks=True, softcap=self.softcap, kernels=kernels)]
+        # MLX's attention serves no such layers, so there is nothing to time.
+        alone = self.bidirectional or self.extent is not None
+        kernels = _KERNELS[: -len(CHOICES)] if alone else _KERNELS
+        if self.extent is not None:
+            kernels = tuple(name for name in kernels if name != "gathered")
+        scoring = (True, self.softcap, self.extent)
+        cases = [Case(*kind, *scoring, kernels=kernels)]
         if self.rotation is not None:
             by = self._rotation_kind
             cases.append(Case(*kind[:-1], kernels=("rotation",), rotation=by))
@@ -199,7 +204,8 @@ class AttentionLayer(StatefulLayer):
             if kv_cache is None:
                 kv_cache = self.allocate(_TRIAL_BLOCKS, size, elements, backend)
             written = self.rotation if first else None  # all others write the same way
-            pipeline = (self.shape, self.sinks, self.softcap is None, trial.pipeline, written)
+            variant = self.softcap is None, self.extent is None
+            pipeline = (self.shape, self.sinks, *variant, trial.pipeline, written)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
         if kv_cache is not None and (heads := self._expanded_heads(backend)):
             yield (self.shape, heads), partial(self._expand_once, kv_cache, heads, dtype, size)
@@ -217,7 +223,13 @@ class AttentionLayer(StatefulLayer):
         self._write_once(kv_cache, trial, trial.num_tokens, dtype)
         queries = mx.zeros((trial.num_tokens, self.num_heads, self.head_size), dtype)
         sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
-        return kv_cache.attend(trial, queries, Scoring(1.0, sinks, self.softcap))
+        bias = self._zero_bias(trial.num_tokens, dtype)
+        return kv_cache.attend(trial, queries, Scoring(1.0, sinks, self.softcap, bias))
+
+    def _zero_bias(self, num_tokens: int, dtype: mx.Dtype) -> mx.array | None:
+        if self.extent is None:
+            return None
+        return mx.zeros((num_tokens, self.num_heads, self.extent), dtype)
 
     def _write_once(
         self, kv_cache: LayerKVCache[PlanT], plan: PlanT, num_tokens: int, dtype: mx.Dtype
@@ -270,7 +282,9 @@ class AttentionLayer(StatefulLayer):
         if not backend.gathers:
             return
         nbytes, rows = backend.waiting(self._attention, context, bounds.num_tokens, dtype)
-        waiting = mx.zeros(nbytes, mx.uint8)
+        waiting = [mx.zeros(nbytes, mx.uint8)]
+        if (bias := self._zero_bias(bounds.num_tokens, dtype)) is not None:
+            waiting.append(bias)
         mx.eval(waiting)  # while the calls below are measured
         chunk = max(buckets.MAX_SCORES // context, buckets.MIN_ROWS, rows)
         many = max(buckets.MAX_GATHERED // context, 1)
@@ -284,7 +298,8 @@ class AttentionLayer(StatefulLayer):
             plan = kv_cache.backend.plan(layout.split(kv_cache.split), self._attention)
             self._write_once(kv_cache, plan, num_reqs * num_rows, dtype)
             queries = mx.zeros((num_reqs * num_rows, self.num_heads, self.head_size), dtype)
-            mx.eval(kv_cache.attend(plan, queries, Scoring(1.0, None, self.softcap)))
+            some = None if bias is None else bias[: num_reqs * num_rows]
+            mx.eval(kv_cache.attend(plan, queries, Scoring(1.0, None, self.softcap, some)))
 
 
 def _layout_of_long_contexts(

@@ -81,11 +81,12 @@ def attend(
         separate: the runs of the step.
 
     Raises:
-        NotImplementedError: `scoring` has sinks or a soft cap.
+        NotImplementedError: `scoring` has sinks, a soft cap or a bias.
     """
-    if scoring.sinks is not None or scoring.softcap is not None:
+    if any(part is not None for part in scoring[1:]):
         raise NotImplementedError(
-            "bidirectional attention within an image is not supported with sinks or a soft cap"
+            "bidirectional attention within an image is not supported with sinks, a soft cap or a "
+            "relative bias"
         )
     outputs = []
     if separate.others is not None:

@@ -67,6 +67,7 @@ class _AttentionProbe(AttendingCache):
         self._num_heads: int | None = None
         self._sinks: mx.Dtype | None = None
         self._softcap: float | None = None
+        self._extent: int | None = None
         self._latent: nn.Module | None = None  # the module that computes latent attention
         self._offset = mx.zeros(1, mx.int32)
         self._rotated: OfLayer | None = None
@@ -115,6 +116,7 @@ class _AttentionProbe(AttendingCache):
         self._num_heads = queries.shape[1]
         self._sinks = None if scoring.sinks is None else scoring.sinks.dtype
         self._softcap = scoring.softcap
+        self._extent = None if scoring.bias is None else scoring.bias.shape[-1]
         assert self._value_shape is not None  # a layer writes before it attends
         return mx.zeros((*queries.shape[:3], self._value_shape[-1]), queries.dtype)
 
@@ -157,6 +159,7 @@ class _AttentionProbe(AttendingCache):
             self._softcap,
             heads,
             self._rotation(),
+            extent=self._extent,
         )
 
     def _rotation(self) -> LayerRotation | None:

@@ -187,7 +187,9 @@ def _backend_from(
 
     attending = [case for case in cases if "kv_write" in case.kernels]
     tiles = {
-        AttentionKind(case.shape, case.window): _tuned_tiles(case, usable(case, found), tuned)
+        AttentionKind(case.shape, case.window, extent=case.extent): _tuned_tiles(
+            case, usable(case, found), tuned
+        )
         for case in attending
     }
     if not works("kv_write") or not works("kv_states"):

@@ -146,7 +146,7 @@ def run(
     Returns:
         Outputs that concatenate to [G, H, DV], and a fence of all reads.
     """
-    scale, sinks, softcap = scoring
+    scale, sinks, softcap, _ = scoring  # `by_mlx` has no layers with a bias
     pools = keys.elements, values.elements, after, scale
     scales = keys.scales, values.scales, pace
     outputs: list[mx.array] = []

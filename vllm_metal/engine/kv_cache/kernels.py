@@ -210,13 +210,14 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         reads: Sequence[mx.array] = []
         split, held = plan.gathered, self.stored_values
         if plan.attention is not None:
-            scale, sinks, softcap = scoring
+            scale, sinks, softcap, bias = scoring
             picked = rows if split is None else rows[split.others]
+            bias = None if bias is None else bias.astype(rows.dtype)  # its layers are never split
             out, reads = paged_attention.run(
                 plan.attention,
                 picked,
                 *(self.keys.elements, held.elements, written, scale, softcap, sinks),
-                *(self.keys.scales, held.scales, plan.pace),
+                *(self.keys.scales, held.scales, plan.pace, bias),
             )
             outputs.append(out)
         if split is not None:
@@ -315,6 +316,7 @@ class KernelBackend(KVBackend[KernelPlan]):
                 splits=self.splits,
                 block_size=layout.block_size,
                 bidirectional=kind.bidirectional,
+                extent=kind.extent,
             )
             work += attention.work
         pace = layout.pace
@@ -327,7 +329,8 @@ class KernelBackend(KVBackend[KernelPlan]):
         return KernelPlan(_slots(layout), None, None, None)
 
     def trials(self, kind: AttentionKind, block_size: int) -> Iterator[KernelPlan]:
-        for trial in paged_attention.trials(kind.shape, kind.window, self._tiles_of(kind)):
+        tiles = self._tiles_of(kind)
+        for trial in paged_attention.trials(kind.shape, kind.window, tiles, kind.extent):
             slots = _padded(np.arange(trial.num_tokens, dtype=np.int32))
             yield KernelPlan(slots, trial, None, None)
         by_mlx = self.by_mlx.get(kind, ByMLX())

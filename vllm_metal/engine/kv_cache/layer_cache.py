@@ -37,6 +37,7 @@ class AttentionKind(NamedTuple):
     shape: AttentionShape
     window: int | None  # positions a query sees, itself included; None: no sliding window
     bidirectional: bool = False  # whether tokens see later ones of their request in the same step
+    extent: int | None = None  # distances with a relative bias (`Scoring.bias`); None: no bias
 
 
 class TrialPlan(Protocol):

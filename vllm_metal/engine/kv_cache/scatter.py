@@ -154,10 +154,13 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             values,
             self.keys.elements,
             held.elements,
-            *scoring,
+            scoring.scale,
+            scoring.sinks,
+            scoring.softcap,
             key_scales=self.keys.scales,
             value_scales=held.scales,
             pace=plan.pace,
+            bias=scoring.bias,
         )
         return out[..., : self.value_size]
 
@@ -215,6 +218,7 @@ class ScatterBackend(KVBackend[ScatterPlan]):
             causal=on_gpu,
             earlier_slots=layout.earlier_slots_np,
             bidirectional=kind.bidirectional,
+            extent=kind.extent,
         )
         pace = None
         if layout.pace is not None and on_gpu:

@@ -22,11 +22,13 @@ _dense: _Attention = getattr(base, _NAME)
 
 
 class Scoring(NamedTuple):
-    """Parameters of softmax(scale * q @ k), with the soft cap and sinks that some models add."""
+    """Parameters of softmax(scale * q @ k + bias), with the parts that only some models have."""
 
     scale: float
     sinks: mx.array | None = None  # [H] extra logits in the softmax, without values
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    #: [T, H, extent], a query's bias for the key `d` positions before it, zero from `extent` on.
+    bias: mx.array | None = None
 
 
 class AttendingCache(ABC):

@@ -156,10 +156,12 @@ class TextAttention(AttendingCache):
         """Attends [T, H, 1, D] queries to the keys of their texts; returns [T, H, 1, D].
 
         Raises:
-            NotImplementedError: the layer caps its scores.
+            NotImplementedError: the layer caps its scores, or adds a bias.
         """
-        if scoring.softcap is not None:
-            raise NotImplementedError("a soft cap of attention scores is not supported in encoders")
+        if scoring.softcap is not None or scoring.bias is not None:
+            raise NotImplementedError(
+                "a soft cap or bias of attention scores is not supported in encoders"
+            )
         q, k, v = (array[:, :, 0] for array in (queries, keys, values))  # [T, H, D]
         found = [_attend(piece, q, k, v, scoring) for piece in self._plan.pieces]
         out = found[0] if len(found) == 1 else mx.concatenate(found)
