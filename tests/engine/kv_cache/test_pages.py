@@ -27,7 +27,7 @@ from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_cache import KVShape
 from vllm_metal.engine.kv_cache.pages import BlockPages, PagePart, finite_rows, page_rows
 from vllm_metal.engine.kv_cache.scatter import SCATTER
-from vllm_metal.engine.kv_cache.specs import allocate_kv_caches, kv_cache_specs
+from vllm_metal.engine.kv_cache.specs import allocate_kv_caches, groups_of, kv_cache_specs
 
 NAMES = ["layers.0", "draft.layers.0"]
 
@@ -63,7 +63,7 @@ def two_layers(backend, dtype, seed=0):
 
 def naive(states, names, block):
     """A page's bytes: layer by layer, array by array, [heads, slots, ...] of the block."""
-    parts = [bits(array)[:, block] for name in names for array in states[name].arrays]
+    parts = [bits(array)[:, block] for name in names for array in states[name].page_arrays]
     return b"".join(part.tobytes() for part in parts)
 
 
@@ -162,10 +162,15 @@ def test_groups_that_share_storages_have_pages_of_their_own(config, case, dtype,
     specs = kv_cache_specs(layers, BLOCK, dtype)
     placed = planned(config, specs, 8 << 20)
     here, there = (allocate_kv_caches(placed, layers, BLOCK, dtype, backend) for _ in range(2))
-    for index, state in enumerate(dict.fromkeys(here.values())):
-        fill(state, index)
-    groups = [group.layer_names for group in placed.kv_cache_groups]
-    assert (len(set(here.values())) < len(here)) == (len(groups) > 1)
+    storages = dict.fromkeys(state.storage for state in here.values())
+    for index, storage in enumerate(storages):
+        fill(storage, index)
+    group_of = groups_of(placed, layers)  # names of layers in packs included
+    groups = [
+        [name for name in group_of if group_of[name] == g]
+        for g in range(len(placed.kv_cache_groups))
+    ]
+    assert len(groups) > 1 and len(storages) < len(here)
     ours, theirs = BlockPages(here, groups), BlockPages(there, groups)
     blocks = {g: np.array([1 + g, 9 + g], np.int32) for g in range(len(groups))}
     queued = {g: ours.queue_export(g, blocks[g]) for g in blocks}

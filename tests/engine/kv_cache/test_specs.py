@@ -44,10 +44,17 @@ CASES = {
     "same bytes, two shapes": ([*layers("", 6, 4, 32), *layers("draft.", 3, 2, 64)], 1),
     "an odd ratio of bytes": ([*layers("", 4, 5, 64), *layers("draft.", 4, 3, 80)], 1),
     "windows, one shape": ([*layers("", 6, 2, 64, 32, 3), *layers("draft.", 2, 2, 64)], 2),
-    "windows, two shapes": ([*layers("", 6, 4, 64, 32, 3), *layers("draft.", 4, 1, 64)], 1),
-    "windows in both": ([*layers("", 6, 4, 64, 32, 3), *layers("draft.", 6, 1, 64, 32, 3)], 1),
-    "two windows": ([*layers("", 4, 2, 64, 32, 9), *layers("draft.", 2, 1, 64, 64, 9)], 1),
+    "windows, few heads": ([*layers("", 6, 4, 64, 32, 3), *layers("draft.", 4, 1, 64)], 2),
+    "windows, two shapes": ([*layers("", 6, 4, 64, 32, 3), *layers("draft.", 4, 1, 80)], 1),
+    "windows in both": ([*layers("", 6, 4, 64, 32, 3), *layers("draft.", 6, 1, 64, 32, 3)], 2),
+    "two windows": ([*layers("", 4, 2, 64, 32, 9), *layers("draft.", 3, 1, 64, 64, 9)], 2),
 }
+
+
+def heads_of(kv_cache):
+    """Which of its storage's heads are a layer's."""
+    every = range(kv_cache.storage.keys.elements.shape[0])
+    return every[getattr(kv_cache, "heads", slice(None))]
 
 
 @valuewise(case=list(CASES), dtype=[mx.float32, mx.bfloat16, mx.uint8, mx.int8])
@@ -57,18 +64,29 @@ def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
     placed = planned(config, specs, MEMORY)
     kv_caches = allocate_kv_caches(placed, found, BLOCK, dtype, SCATTER)
 
-    assert kv_caches.keys() == specs.keys()
+    assert kv_caches.keys() == {layer.name for layer in found}
     groups = [set(group.layer_names) for group in placed.kv_cache_groups]
     assert len(groups) >= num_groups and (num_groups > 1 or len(groups) == 1)
     for layer in found:
         kv_cache = kv_caches[layer.name]
         shape = kv_cache.keys.elements.shape
         assert shape == (layer.num_kv_heads, placed.num_blocks, BLOCK, layer.head_size)
-        size = sum(array.nbytes for array in kv_cache.arrays)
-        assert size == placed.num_blocks * specs[layer.name].page_size_bytes
+        size = sum(
+            array.nbytes for part in (kv_cache.keys, kv_cache.values) for array in part.arrays
+        )
+        assert size == placed.num_blocks * layer.spec(BLOCK, dtype).page_size_bytes
     for group in groups:  # only layers of different groups may share memory
-        assert len({id(kv_caches[name]) for name in group}) == len(group)
-    used = sum(array.nbytes for kv_cache in set(kv_caches.values()) for array in kv_cache.arrays)
+        assert len({id(kv_caches[name].storage) for name in group}) == len(group)
+    group_of = groups_of(placed, found)
+    assert group_of.keys() == kv_caches.keys()
+    places = [
+        (group_of[layer.name], id(kv_caches[layer.name].storage), heads)
+        for layer in found
+        for heads in heads_of(kv_caches[layer.name])
+    ]
+    assert len(set(places)) == len(places)
+    storages = {id(each.storage): each.storage for each in kv_caches.values()}.values()
+    used = sum(array.nbytes for storage in storages for array in storage.arrays)
     assert 0.9 * MEMORY < used <= MEMORY
     # A block is as many tokens everywhere: tables and slots count by one size.
     assert {group.kv_cache_spec.block_size for group in placed.kv_cache_groups} == {BLOCK}
@@ -80,6 +98,30 @@ def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
 def test_a_token_takes_its_elements_and_two_bytes_of_scale_where_they_are_codes(dtype, per_row):
     for spec in kv_cache_specs(layers("", 6, 3, 64, 32, 3), BLOCK, dtype).values():
         assert spec.page_size_bytes == BLOCK * 2 * 3 * per_row  # K and V of three heads
+
+
+def test_windows_free_blocks_beside_few_heads_and_states(config):
+    """As in Inkling: layers without windows have half of the heads, and all have states."""
+    found = []
+    for index in range(12):
+        heads, window = (2, None) if index % 6 == 5 else (4, 32)
+        found.append(AttentionLayer(f"layers.{index}.0", 2 * heads, heads, 64, window))
+        found.append(RunLayer(f"layers.{index}.1", StateFormat(((3, 40),), (mx.float32,))))
+    specs = kv_cache_specs(found, BLOCK, mx.bfloat16)
+    assert {spec.page_size_bytes for spec in specs.values()} == {BLOCK * 2 * 4 * 64 * 2}
+    placed = planned(config, specs, MEMORY)
+    kinds = {
+        type(group.kv_cache_spec).__name__: len(group.layer_names)
+        for group in placed.kv_cache_groups
+    }
+    assert kinds.keys() == {"FullAttentionSpec", "SlidingWindowSpec", "MambaSpec"}
+    states = allocate_kv_caches(placed, found, BLOCK, mx.bfloat16, SCATTER)
+    assert states.keys() == groups_of(placed, found).keys() == {layer.name for layer in found}
+    one, other = states["layers.5.0"], states["layers.11.0"]
+    assert one.storage is other.storage and one.heads != other.heads
+    storages = {id(each.storage): each.storage for each in states.values()}.values()
+    used = sum(array.nbytes for storage in storages for array in storage.arrays)
+    assert 0.9 * MEMORY < used <= MEMORY
 
 
 def guests(found):

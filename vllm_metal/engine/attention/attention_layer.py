@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -42,7 +42,14 @@ from vllm_metal.engine.kv_cache.layer_cache import (
     parts_of,
     row_bytes,
 )
-from vllm_metal.engine.kv_cache.layer_state import LayerState, PlanT, StepLayout, StepScope
+from vllm_metal.engine.kv_cache.layer_state import (
+    LayerState,
+    PlanT,
+    StepLayout,
+    StepScope,
+    Storage,
+)
+from vllm_metal.engine.kv_cache.packed import heads_of
 from vllm_metal.engine.kv_cache.separate_prompts import SeparatePrompts
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
@@ -128,6 +135,13 @@ class AttentionLayer(StatefulLayer):
         backend: KVBackend,
     ) -> LayerKVCache:
         return backend.allocate(num_blocks, block_size, self.storage_key, elements)
+
+    def share(self, storage: Storage, part: int = 0) -> LayerKVCache:
+        return heads_of(storage, part * self.num_kv_heads, self.num_kv_heads)
+
+    def pack(self, count: int) -> AttentionLayer:
+        heads = count * self.num_heads, count * self.num_kv_heads
+        return replace(self, num_heads=heads[0], num_kv_heads=heads[1])
 
     def room(self, block_size: int, elements: mx.Dtype) -> int:
         return block_size * self.num_kv_heads * sum(self._row_sizes) * elements.size

@@ -105,7 +105,7 @@ class RecurrentLayer(StatefulLayer):
         return self.form.nbytes
 
     @abstractmethod
-    def share(self, storage: Storage) -> RecurrentState: ...
+    def share(self, storage: Storage, part: int = 0) -> RecurrentState: ...
 
     def cases(
         self,
@@ -150,7 +150,7 @@ class RecurrentLayer(StatefulLayer):
 class RunLayer(RecurrentLayer):
     """A layer whose module is called once for each run of sequences."""
 
-    def share(self, storage: Storage) -> RunState:
+    def share(self, storage: Storage, part: int = 0) -> RunState:
         assert isinstance(storage, LayerKVCache)
         return RunState(storage, self.form)
 
@@ -168,7 +168,7 @@ class SequenceLayer(RecurrentLayer):
 
     ops: RecurrentOps = field(default_factory=RecurrentOps)
 
-    def share(self, storage: Storage) -> SequenceState:
+    def share(self, storage: Storage, part: int = 0) -> SequenceState:
         assert isinstance(storage, LayerKVCache)
         return SequenceState(storage, self.form, self.ops.repeat)
 

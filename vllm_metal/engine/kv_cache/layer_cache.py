@@ -30,6 +30,11 @@ class KVShape(NamedTuple):
     value_size: int
     latent: bool = False  # values are the first `value_size` elements of keys; no V is stored
 
+    def times_in(self, other: KVShape) -> int:
+        """Returns how many such shapes make up the heads of another; 0: their rows differ."""
+        whole = self[1:] == other[1:] and other.num_heads % self.num_heads == 0
+        return other.num_heads // self.num_heads if whole else 0
+
 
 class AttentionKind(NamedTuple):
     """Layer properties that an attention plan depends on."""

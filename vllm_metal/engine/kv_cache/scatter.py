@@ -69,14 +69,18 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             return
         written, self._pending = self._pending, ()
         if len(written) == 1:  # the usual case, once per layer
-            places = written[0].plan.places
+            places = self._places(written[0].plan)
             for array, rows in zip(self.arrays, written[0].arrays, strict=True):
                 array[places] = rows.flatten(0, 1)
             return
-        slots = [each.plan.places for each in written]
+        slots = [self._places(each.plan) for each in written]
         places = tuple(joined(parts) for parts in zip(*slots, strict=True))
         for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True):
             array[places] = joined(parts).flatten(0, 1)
+
+    def _places(self, plan: ScatterPlan) -> Places:
+        """Returns where the plan's K and V lie in `arrays`."""
+        return plan.places
 
     def wait_for_device(self) -> None:
         mx.synchronize()  # reads in flight hold the arrays' buffers

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,7 +12,7 @@ import mlx.core as mx
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
 
 from metal_kernels.layout import BLOCK_SIZES
-from vllm_metal.engine.kv_cache.layer_cache import KVBackend
+from vllm_metal.engine.kv_cache.layer_cache import KVBackend, KVShape
 from vllm_metal.engine.kv_cache.layer_state import LayerState
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 
@@ -79,9 +79,11 @@ def kv_cache_specs(
     """Returns a spec per layer name, from which vLLM forms KV cache groups and allocates blocks.
 
     Attention layers with the same window form one group. Groups share memory, which requires one
-    shape for all layers. If shapes differ, as between a draft model and its target, all attention
-    layers form one group that keeps the whole context, and windows save no memory. Recurrent layers
-    form groups of their own, in the same memory.
+    shape for all layers. Layers that differ in their number of heads alone are packed: several with
+    few heads are one layer for vLLM, with as many heads as the others have, and share its blocks.
+    If shapes differ otherwise, as between a draft model and its target, all attention layers form
+    one group that keeps the whole context, and windows save no memory. Recurrent layers form groups
+    of their own, in the same memory.
 
     Guest layers (of block drafters) store K/V in the blocks of a group that keeps the whole
     context. If that is the only group, they join it. Otherwise vLLM does not see them: the pages of
@@ -99,6 +101,7 @@ def kv_cache_specs(
     if guests:
         hosts = [layer for layer in layers if not layer.guest]
         return _with_guests(kv_cache_specs(hosts, block_size, dtype), guests, block_size, dtype)
+    layers = _packed(layers)
     attending = [layer for layer in layers if not layer.state_bytes]
     storage_keys = {layer.storage_key for layer in attending}
     contexts = {layer.context for layer in attending}
@@ -107,6 +110,36 @@ def kv_cache_specs(
     if len(attending) < len(layers):
         return _padded(specs, layers)
     return specs
+
+
+def _packed(layers: Sequence[StatefulLayer]) -> Sequence[StatefulLayer]:
+    """Replaces attention layers by packs where all pages can then be of one size.
+
+    A pack has the name of its first layer. Layers of several networks, or that keep other parts of
+    the context, are packed separately.
+    """
+    attending = [layer for layer in layers if not layer.state_bytes]
+    shapes = {layer.storage_key for layer in attending}
+    groups = len({layer.context for layer in attending}) + (len(attending) < len(layers))
+    if len(shapes) < 2 or groups < 2:
+        return layers  # one group may have any shapes
+    largest = max(cast("set[KVShape]", shapes), key=lambda shape: shape.num_heads)
+    times = {shape: cast(KVShape, shape).times_in(largest) for shape in shapes}
+    if not all(times.values()):
+        return layers
+    seen: Counter[Hashable] = Counter()
+    found = []
+    for layer in layers:
+        count = 1 if layer.state_bytes else times[layer.storage_key]
+        if seen[_pack_key(layer)] % count == 0:
+            found.append(layer if count == 1 else layer.pack(count))
+        seen[_pack_key(layer)] += 1
+    return found
+
+
+def _pack_key(layer: StatefulLayer) -> Hashable:
+    network, _, _ = layer.name.rpartition("layers.")
+    return network, layer.storage_key, layer.context
 
 
 def _with_guests(
@@ -139,10 +172,31 @@ def groups_of(config: KVCacheConfig, layers: Sequence[StatefulLayer]) -> dict[st
     """Maps layer names to KV cache groups; guests use the first that keeps the whole context."""
     groups = config.kv_cache_groups
     found = {name: g for g, group in enumerate(groups) for name in group.layer_names}
+    found |= {name: found[first] for name, (first, _) in _places_in_packs(found, layers).items()}
     guests = [layer.name for layer in layers if layer.name not in found]
     if guests:
         host = next(g for g, group in enumerate(groups) if _keeps_all(group.kv_cache_spec))
         found |= dict.fromkeys(guests, host)
+    return found
+
+
+def _places_in_packs(
+    known: Container[str], layers: Sequence[StatefulLayer]
+) -> dict[str, tuple[str, int]]:
+    """Maps names that vLLM does not know to the pack that holds the layer, and its number there.
+
+    `known`: names of vLLM's layers, packs among them.
+    """
+    newest: dict[Hashable, tuple[str, int]] = {}  # pack of each key, and the layers it has so far
+    found: dict[str, tuple[str, int]] = {}
+    for layer in layers:
+        if layer.guest:
+            continue
+        if layer.name in known:
+            newest[_pack_key(layer)] = layer.name, 1
+        else:
+            name, number = newest[_pack_key(layer)]
+            found[layer.name], newest[_pack_key(layer)] = (name, number), (name, number + 1)
     return found
 
 
@@ -192,7 +246,8 @@ def allocate_kv_caches(
     Raises:
         NotImplementedError: attention layers that share memory have different shapes.
     """
-    by_name = {layer.name: layer for layer in layers}
+    own = {layer.name: layer for layer in layers}
+    by_name = own | _packs_of(config, own)
     pool = config.num_blocks, block_size, dtype, backend
     offset_of = {
         name: tensor.offset + index * tensor.layer_stride
@@ -227,5 +282,31 @@ def allocate_kv_caches(
         if key not in shared and host_state is not None:
             shared[key] = layer.share(host_state.storage)
         placed[name] = storage(layer, key)
-    guests = (layer for layer in layers if layer.name not in offset_of)
+    in_packs = _places_in_packs(offset_of, layers)
+    in_packs |= {name: (name, 0) for name, layer in by_name.items() if layer is not own[name]}
+    placed |= {
+        name: own[name].share(placed[first].storage, part)
+        for name, (first, part) in in_packs.items()
+    }
+    guests = (layer for layer in layers if layer.name not in placed)
     return placed | {layer.name: layer.allocate(*pool) for layer in guests}
+
+
+def _packs_of(
+    config: KVCacheConfig, layers: Mapping[str, StatefulLayer]
+) -> dict[str, StatefulLayer]:
+    """Returns the packs of a configuration, by the names of their first layers."""
+    found: dict[str, StatefulLayer] = {}
+    for group in config.kv_cache_groups:
+        spec: Any = group.kv_cache_spec
+        for name in group.layer_names:
+            layer = layers.get(name)
+            if layer is None or not isinstance(layer.storage_key, KVShape):
+                continue
+            of_layer = spec
+            if isinstance(spec, UniformTypeKVCacheSpecs):
+                of_layer = spec.kv_cache_specs[name]
+            count = of_layer.num_kv_heads // layer.storage_key.num_heads
+            if count > 1:
+                found[name] = layer.pack(count)
+    return found

@@ -80,9 +80,17 @@ class StatefulLayer(ABC):
         """
         return 0
 
-    def share(self, storage: Storage) -> LayerState:
-        """Returns this layer's state in `storage`, which belongs to a layer with enough `room`."""
+    def share(self, storage: Storage, part: int = 0) -> LayerState:
+        """Returns this layer's state in `storage`, which belongs to another layer.
+
+        That layer has enough `room` for a recurrent state, or is a `pack` of such layers, of which
+        this one is number `part`.
+        """
         raise NotImplementedError(f"{type(self).__name__} keeps no state that shares a storage")
+
+    def pack(self, count: int) -> StatefulLayer:
+        """Returns a layer of the same name with the K/V heads of `count` such layers."""
+        raise NotImplementedError(f"{type(self).__name__} has no K/V heads to pack")
 
     def room(self, block_size: int, elements: mx.Dtype) -> int:
         """Bytes that a block of this layer has for another layer's state; see `spec`."""
