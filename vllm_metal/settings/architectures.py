@@ -64,7 +64,6 @@ MTP_DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_laye
 MULTIMODAL = frozenset(
     {
         "HCXVisionV2ForCausalLM",
-        "InklingForConditionalGeneration",
         "MuseGlimmerForCausalLM",
         "Emu3ForConditionalGeneration",
         "HunYuanVLForConditionalGeneration",

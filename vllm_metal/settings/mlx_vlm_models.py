@@ -28,11 +28,15 @@ class TextModel:
     position_axes: str = ""
 
 
+_INKLING = TextModel("inkling", ("InklingForConditionalGeneration",))
 #: Rows by `model_type`. mlx-lm's module goes first where it has one, whatever stands here.
 MLX_VLM_MODELS: Mapping[str, TextModel] = {
     "cohere2_moe": TextModel("cohere2_moe"),
     "flint": TextModel("flint"),
     "hrm_text": TextModel("hrm_text"),
+    "inkling": _INKLING,
+    "inkling_mm_model": _INKLING,
+    "inkling_text": _INKLING,
     "k2_horizon": TextModel("k2_horizon"),
     "kolibri1": TextModel("kolibri1"),
     "limite": TextModel("limite"),

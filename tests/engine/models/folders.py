@@ -72,7 +72,6 @@ qwen3_moe: qwen3_vl_moe
 #: Text models of their own for which there is no row in `settings.mlx_vlm_models`, and why.
 WITHOUT_ROW = _names("""
 keeps an indexer's keys beside K and V: deepseek_v4 glm5_next hy_v4 longcat_flash_sparse qwen4_exp
-adds a bias by distance, and keeps convolutions beside K and V: inkling
 has attention over images in its layers: mllama
 keeps positions of one text in its module: cohere_compass falcon_ocr falcon_perception
 is the text model of images, not compared with transformers yet: ernie4_5_moe_vl glm_ocr jina_vlm

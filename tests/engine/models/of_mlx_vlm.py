@@ -31,6 +31,39 @@ def _family(model_type: str, architecture: str, **config: Any) -> Family:
     return Family(model_type, architecture, ODD | config)
 
 
+#: Windows of 16 x 8 and global layers of 2 x 8, a bias that ends before a window of the prompts.
+_INKLING = {
+    "model_type": "inkling_text",
+    "hidden_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 16,
+    "sliding_window_size": 7,
+    "layer_types": ["hybrid_sliding", "hybrid", "hybrid", "hybrid_sliding"],
+    "d_rel": 6,
+    "rel_extent": 19,
+    "log_scaling_n_floor": 20,
+    "log_scaling_alpha": 0.5,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "dense_intermediate_size": 56,
+    "intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "route_scale": 1.7,
+    "logits_mup_width_multiplier": 0.7,
+    "unpadded_vocab_size": 61,
+}
+
+
+def _inkling(model_type: str) -> Family:
+    return Family(model_type, "InklingForConditionalGeneration", {"text_config": _INKLING})
+
+
 FAMILIES = {
     family.module: family
     for family in (
@@ -150,6 +183,9 @@ FAMILIES = {
         ),
         # Latents, and streams that hyper-connections mix.
         _family("xing4_0", "Xing4ForCausalLM", **_LATENTS, **_ROUTED, hc_mult=2),
+        _inkling("inkling"),
+        _inkling("inkling_mm_model"),
+        _inkling("inkling_text"),
     )
 }
 #: Those that the paged path cannot serve, and why.

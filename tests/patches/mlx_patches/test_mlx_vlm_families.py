@@ -44,3 +44,18 @@ def test_without_the_package_the_error_has_the_command(monkeypatch):
     monkeypatch.setattr(mlx_vlm_families, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"images of qwen3_vl.*pip install.*--no-deps.*mlx-vlm"):
         mlx_vlm_families.family("qwen3_vl", "serving images of qwen3_vl")
+
+
+_PLANS = """
+from vllm_metal.patches.vllm_patches.partial_imports import plan_only
+plan_only()
+from vllm_metal.patches.mlx_patches.mlx_vlm_families import family
+print(family("inkling", "a test").Model.__module__)
+"""
+
+
+@pytest.mark.more
+def test_a_family_with_processors_is_imported_where_vllm_only_plans():
+    """transformers is a stub there, and mlx-audio is not installed."""
+    ran = subprocess.run([sys.executable, "-c", _PLANS], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "mlx_vlm.models.inkling.inkling"

@@ -16,7 +16,9 @@ from mlx_lm.models.cache import ArraysCache
 
 from vllm_metal.engine.attention.layers import RunLayer, attention_layers
 from vllm_metal.patches.mlx_patches import recurrences
+from vllm_metal.patches.mlx_patches.mlx_vlm_families import family
 from vllm_metal.patches.mlx_patches.recurrences import SequenceCall
+from vllm_metal.patches.mlx_patches.replacing import MLX_LM, MLX_VLM
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -98,10 +100,13 @@ def test_other_modules_are_called_by_runs(name):
     assert any(isinstance(layer, RunLayer) for layer in layers)
 
 
-def test_every_known_module_is_one_of_mlx_lms():
+def test_every_known_module_is_one_of_the_libraries():
     for module, cls in recurrences.KNOWN:
-        found = getattr(importlib.import_module(f"mlx_lm.models.{module}"), cls)
-        assert issubclass(found, nn.Module)
+        if module.startswith(MLX_VLM):
+            family(module.removeprefix(MLX_VLM).partition(".")[0], "a test")
+        else:
+            module = f"{MLX_LM}{module}"
+        assert issubclass(getattr(importlib.import_module(module), cls), nn.Module)
 
 
 def test_outside_such_a_call_convolutions_and_recurrences_are_mlx_lms():

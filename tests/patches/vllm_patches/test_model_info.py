@@ -31,6 +31,7 @@ REASONS = {
 }
 #: Text parts of multimodal models and the draft heads of such: served without images and sound.
 TEXT_PARTS = {
+    "InklingForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "KimiVLForConditionalGeneration",
     "KimiK25ForConditionalGeneration",
@@ -87,7 +88,7 @@ NOT_IMPORTED = {
         "Qwen3_5MoeMTP",
         "InternS2MobiusMTP",
     },
-    "numba": {"InklingForCausalLM", "InklingMTPModel"},
+    "numba": {"InklingForCausalLM", "InklingForConditionalGeneration", "InklingMTPModel"},
     "torchvision, for Gemma4Processor": {"Gemma4ForConditionalGeneration"},
     "vLLM's FlashAttention": {"Dots3NoteMTPModel"},
 }

@@ -28,6 +28,7 @@ from vllm_metal.engine.attention.recurrent_layer import (
 )
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.patches.mlx_patches import library_kernels, module_calls, rotations
+from vllm_metal.patches.mlx_patches.families.inkling import MaskedWindowCache
 from vllm_metal.patches.mlx_patches.replacing import MLX_VLM
 from vllm_metal.patches.mlx_patches.rotations import OfLayer
 from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
@@ -188,6 +189,7 @@ PROBES: Mapping[type, Callable[[Any], Probe]] = {
     KVCache: lambda cache: _AttentionProbe(None),
     RotatingKVCache: _rotating,
     ArraysCache: RecurrentProbe,
+    MaskedWindowCache: lambda cache: _AttentionProbe(cache.window),
 }
 #: The same by name: mlx-vlm has classes of its own with mlx-lm's names and protocol.
 _BY_NAME = {kind.__name__: probe for kind, probe in PROBES.items()}

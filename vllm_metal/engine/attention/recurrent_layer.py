@@ -362,7 +362,7 @@ class RecurrentProbe(ArraysCache):
                 f"leaves a part of the state of {name} empty, which is not supported"
             )
         call = self._common[-1]
-        if not any(argument is self for argument in call.arguments):
+        if not any(argument is self for argument in call.caches):
             raise NotImplementedError(
                 f"computes attention and a recurrence in one module in {name}, which is not "
                 "supported"

@@ -230,6 +230,21 @@ def _meta_mlp_width(config: Config) -> int | None:
     return int(multiple * -(-width // multiple))
 
 
+def _inkling_expert_width(config: Config) -> int | None:
+    """Returns the width of Inkling's experts; None where `intermediate_size` is it.
+
+    Inkling's own files have `intermediate_size` for experts and `dense_intermediate_size` for other
+    MLPs; transformers' have `moe_intermediate_size` and `intermediate_size`.
+    """
+    stated = config.get("dense_intermediate_size") is not None
+    return None if stated else config.get("moe_intermediate_size")
+
+
+def _inkling_dense_width(config: Config) -> int | None:
+    stated = config.get("dense_intermediate_size") is not None
+    return None if stated else config.get("intermediate_size")
+
+
 #: By module, settings that are fixed in transformers' class and therefore absent from its files.
 _CHOICES: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
@@ -309,6 +324,8 @@ ROWS: Sequence[Row] = (
     Row("layer_types", _granite_layer_types, ("granitemoehybrid",), always=True),
     Row("global_head_dim", _full_attention_head_dim, ("gemma4_text",)),
     Row("intermediate_size", _expanded_width, ("mamba2",)),
+    Row("intermediate_size", _inkling_expert_width, ("inkling",), always=True),
+    Row("dense_intermediate_size", _inkling_dense_width, ("inkling",)),
     Row("moe_layer_end_index", _last_layer_of_experts, ("ernie4_5_moe",), always=True),
     Row("mamba_d_head", _mamba_head_dim, ("falcon_h1", "granitemoehybrid"), always=True),
     Row("rotary_dim", _rotated_width, ("minimax",)),

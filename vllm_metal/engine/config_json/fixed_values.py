@@ -87,6 +87,21 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "hrm_text": {"prefix_lm": (False,)},  # else a prompt's tokens attend to later ones
     "hunyuan": _TIED,
     "hunyuan_v1_dense": {"num_experts": (1,)},
+    "inkling": _UNTIED
+    | {
+        "final_logit_softcapping": (),
+        "gate_activation": ("sigmoid",),
+        "hidden_act": ("silu",),
+        "inference_moe_w13_interleaved": (True,),
+        "norm_after_topk": (True,),
+        "o_bias": (False,),
+        "q_bias": (False,),
+        "shared_expert_sink": (True,),
+        "use_embed_norm": (True,),
+        "use_gate_bias": (True,),
+        "use_global_scale": (True,),
+        "use_sconv": (True,),
+    },
     "kimi_k3": {"use_grouped_topk": (True,)},
     "kimi_linear": _UNTIED
     | {

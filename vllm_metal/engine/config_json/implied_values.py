@@ -73,6 +73,16 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "gptj": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
     "granitemoehybrid": {"mamba_expand": _mamba_expand},
     "helium": {"head_dim": _head_dim},
+    "inkling": {
+        "moe_intermediate_size": lambda config: config[
+            "intermediate_size"
+            if config.get("dense_intermediate_size")
+            else "moe_intermediate_size"
+        ],
+        "padded_vocab_size": _key("vocab_size"),
+        "swa_v_head_dim": _key("swa_head_dim"),
+        "v_head_dim": _key("head_dim"),
+    },
     "kimi_k3": {"num_key_value_heads": _key("num_attention_heads")},
     "kimi_vl": _LATENT,
     "lfm2": {

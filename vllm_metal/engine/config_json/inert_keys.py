@@ -113,6 +113,8 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size is used
     "gemma3_text": names("tie_word_embeddings"),  # it checks whether a head exists
     "granitemoehybrid": names("mamba_chunk_size"),  # only splits a sum
+    # The first is always 4, and transformers' router has no norm.
+    "inkling": names("number_of_conv_states rms_norm_eps_moe_gate"),
     "kolibri1": names("intermediate_size"),  # no layer is dense
     "lfm2-vl": names(
         "do_image_splitting downsample_factor encoder_patch_size max_image_tokens max_num_patches "

@@ -147,6 +147,12 @@ class ModelParts:
         text: Any = getattr(self.model, "language_model", self.model)
         return text.args
 
+    @property
+    def num_logits(self) -> int | None:
+        """Number of logits if the module drops those of padding, as Inkling does; else None."""
+        text: Any = getattr(self.model, "language_model", self.model)
+        return getattr(getattr(text, "args", None), "unpadded_vocab_size", None)
+
     def observe(self, observer: Callable[[mx.array], object]) -> None:
         """Calls `observer` with the final hidden states, [T, 1, H], in every forward.
 

@@ -141,6 +141,8 @@ def _place_mlx_quantized(
     packings = packings_of_mlx(model, config["quantization"], found)
     for name in [name for name in found if name.endswith(".global_scale")]:
         path = name.removesuffix(".global_scale")
+        if f"{path}.weight" not in found:
+            continue  # a parameter of a module (Inkling's MLP)
         scale = found.pop(name).astype(mx.float32) / _NVFP4_MAX
         rows = found[f"{path}.weight"].shape[:-1]
         found[f"{path}.output_scale"] = mx.broadcast_to(

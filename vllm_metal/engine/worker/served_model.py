@@ -142,7 +142,9 @@ class ServedModel:
 
     @property
     def _vocab_size(self) -> int:
-        return self._config.model_config.get_vocab_size()
+        stated = self._config.model_config.get_vocab_size()
+        computed = self.networks.target.num_logits
+        return stated if computed is None else min(stated, computed)
 
     @property
     def _max_num_seqs(self) -> int:

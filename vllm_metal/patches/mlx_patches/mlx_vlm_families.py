@@ -2,6 +2,7 @@
 """Imports model modules that mlx-lm lacks (towers and encoders) from the optional mlx-vlm."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -41,7 +42,7 @@ def drafter(name: str, wanted_by: str) -> ModuleType:
 def _imported(name: str, wanted_by: str) -> ModuleType:
     if find_spec("mlx_vlm") is None:
         raise ImportError(f"{wanted_by} needs mlx-vlm; run: {install_advice('vlm')}")
-    with _process_unchanged():
+    with _process_unchanged(), _sound_left_out():
         return import_module(f"mlx_vlm.{name}")
 
 
@@ -68,18 +69,40 @@ def _processor_unchanged(name: str) -> Iterator[None]:
 
 
 @contextmanager
+def _sound_left_out() -> Iterator[None]:
+    # Some families import functions of mlx-audio, which the install command leaves out, to read
+    # sound. Text models and towers never call them.
+    if find_spec("mlx_audio") is not None:
+        yield
+        return
+    package, functions = ModuleType("mlx_audio"), ModuleType("mlx_audio.dsp")
+    for name in ("hanning", "mel_filters", "stft"):
+        setattr(functions, name, None)
+    sys.modules |= {module.__name__: module for module in (package, functions)}
+    try:
+        yield
+    finally:
+        for module in (package, functions):
+            del sys.modules[module.__name__]
+
+
+@contextmanager
 def _process_unchanged() -> Iterator[None]:
     # On import, mlx-vlm changes processors of transformers and their log level.
     from transformers import AutoProcessor
 
     variables = {name: os.environ.get(name) for name in _VARIABLES}
-    # A stub class lacks it: see `vllm_patches.partial_imports`.
+    # A stub class lacks it, and families replace it: see `vllm_patches.partial_imports`.
     from_pretrained = AutoProcessor.__dict__.get("from_pretrained")
+    if from_pretrained is None:
+        setattr(AutoProcessor, "from_pretrained", None)  # noqa: B010 - mypy: no method
     try:
         yield
     finally:
         if from_pretrained is not None:
             setattr(AutoProcessor, "from_pretrained", from_pretrained)  # noqa: B010 - mypy: no method
+        else:
+            del AutoProcessor.from_pretrained
         for name, value in variables.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -52,10 +52,16 @@ def ask_caches(cls: type[nn.Module]) -> None:
 
 
 def _ask_cache(call: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    for argument in (*args, *kwargs.values()):
+    for argument in _flat((*args, *kwargs.values())):
         if isinstance(argument, CallingCache):
             return argument.call(MethodType(call, self), args, kwargs)
     return call(self, *args, **kwargs)
+
+
+def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
+    """Yields arguments, and what tuples among them hold: the caches of one layer."""
+    for argument in arguments:
+        yield from argument if isinstance(argument, tuple) else (argument,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,8 +73,9 @@ class ModuleCall:
     options: dict[str, Any]  # keyword arguments
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        return (*self.args, *self.options.values())
+    def caches(self) -> list[Any]:
+        """All arguments; where one is a tuple, as caches of one layer are, its content."""
+        return list(_flat((*self.args, *self.options.values())))
 
 
 _active_calls: list[ModuleCall] = []

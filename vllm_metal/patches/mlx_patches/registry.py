@@ -21,6 +21,7 @@ from vllm_metal.patches.mlx_patches.families import (
     arrays,
     experts,
     falcon_h1,
+    inkling,
     layer_kinds,
     llama4,
     nanochat,
@@ -119,6 +120,8 @@ PAGED: Patches = {
 #: The same for modules below mlx_vlm.models, by their dotted paths, such as "klear.language".
 OF_MLX_VLM: Patches = {
     "cohere2_moe.language": (layer_kinds.cohere2_moe,),
+    "inkling.inkling": (inkling.arrays,),
+    "inkling.language": (inkling.language,),
 }
 
 

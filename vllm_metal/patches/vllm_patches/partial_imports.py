@@ -91,7 +91,9 @@ class _StubModule(ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         result = _RESULTS.get(f"{self.__name__}.{name}")
-        return result or _Missing(name, (), {"__module__": self.__name__})
+        found = result or _Missing(name, (), {"__module__": self.__name__})
+        setattr(self, name, found)  # the same class next time
+        return found
 
 
 class _StubFinder:
