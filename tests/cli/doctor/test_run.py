@@ -146,6 +146,7 @@ def test_a_kernel_that_fails_is_the_exit_status_and_the_report_tells_no_names(tm
     )
     assert result.returncode == 1
     assert "kv_write failed" in result.stdout
+    assert by_name(report)["kernels"]["seen"].endswith(" failed, in 3 kinds of layer")
     assert all(not outcome["ok"] for outcome in report["kernels"])
     assert "error: planted" in report["kernels"][0]["detail"]
     assert "the last one" not in report["kernels"][0]["detail"]
