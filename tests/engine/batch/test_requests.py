@@ -248,6 +248,7 @@ def test_a_request_that_cannot_be_taken_in_fails_alone():
     new = [too_long, too_many_blocks, new_request("sound", [7], ([3], [3]))]
     changes = requests.apply(word(scheduled_new_reqs=new, scheduled_cached_reqs=cached))
     assert changes.failed.keys() == {"too long", "too many blocks", "unknown"}
+    assert [state.req_id for state in changes.left] == ["too long", "too many blocks"]
     assert [state.req_id for state in changes.entered] == ["sound"]
     assert {state.req_id for state in requests} == {"kept", "sound"}
     assert requests.num_computed_tokens_np[kept.req_idx] == 2
