@@ -44,21 +44,9 @@ def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayou
 
 def _split_at_runs(layout: StepLayout) -> tuple[StepLayout, np.ndarray]:
     """Splits requests into runs and the pieces between; returns a layout of R' and [R'] is_run."""
-    starts = layout.query_start_loc_np
     of_runs = np.array([(run.first, run.end) for run in layout.runs]).ravel()
-    edges = np.unique(np.concatenate([starts, of_runs]))
-    owner = np.searchsorted(starts, edges[:-1], side="right") - 1
-    later = starts[owner + 1] - edges[1:]  # tokens of the request after the piece
-    cut = replace(
-        layout,
-        query_start_loc_np=edges.astype(np.int32),
-        seq_lens_np=(layout.seq_lens_np[owner] - later).astype(np.int32),
-        block_tables_np=layout.block_tables_np[owner],
-        req_indices_np=None if layout.req_indices_np is None else layout.req_indices_np[owner],
-        num_drafts_np=None,
-        lag=None if layout.lag is None else layout.lag.of(owner),
-        runs=(),
-    )
+    cut = layout.cut_at(of_runs)
+    edges = cut.query_start_loc_np
     return cut, np.isin(edges[:-1], [run.first for run in layout.runs])
 
 

@@ -63,6 +63,25 @@ class StepLayout(RaggedLayout):
         starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
         return starts, self.seq_lens_np[~requests], self.block_tables_np[~requests]
 
+    def cut_at(self, tokens: np.ndarray) -> StepLayout:
+        """Returns the layout with requests split before `tokens`, indices in the step.
+
+        A part is a request of its own, whose context ends at its last token.
+        """
+        edges = np.unique(np.concatenate([self.query_start_loc_np, tokens]))
+        owner = np.searchsorted(self.query_start_loc_np, edges[:-1], side="right") - 1
+        later = self.query_start_loc_np[owner + 1] - edges[1:]  # tokens of the request after it
+        return replace(
+            self,
+            query_start_loc_np=edges.astype(np.int32),
+            seq_lens_np=(self.seq_lens_np[owner] - later).astype(np.int32),
+            block_tables_np=self.block_tables_np[owner],
+            req_indices_np=None if self.req_indices_np is None else self.req_indices_np[owner],
+            num_drafts_np=None,
+            lag=None if self.lag is None else self.lag.of(owner),
+            runs=(),
+        )
+
     def split(self, parts: int) -> StepLayout:
         """Returns the layout for a pool whose blocks are each split into `parts`."""
         if parts == 1:
