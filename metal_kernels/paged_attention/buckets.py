@@ -158,6 +158,26 @@ def plan(
     )
 
 
+def contexts(
+    query_start_loc: np.ndarray,
+    seq_lens: np.ndarray,
+    block_tables: np.ndarray,
+    slot_mapping: np.ndarray,
+    block_size: int,
+) -> BucketPlan:
+    """Groups R requests for callers that read each one's context once, for all of its rows.
+
+    Buckets have bounds but no masks, and requests are not split. Arguments: see `plan`.
+    """
+    writes = StepWrites(slot_mapping, block_size)
+    requests = query_start_loc, seq_lens, block_tables
+    first_block = np.zeros_like(seq_lens)
+    own = _own_calls(
+        requests, first_block, writes, block_size, None, False, True, False, None, masked=False
+    )
+    return BucketPlan(int(query_start_loc[-1]), tuple(own.buckets), own.order())
+
+
 class _Calls:
     """Collects buckets, and the position of each batch row in their concatenated outputs."""
 
@@ -232,6 +252,7 @@ def _own_calls(
     bounded: bool,
     bidirectional: bool,
     extent: int | None,
+    masked: bool = True,
 ) -> _Calls:
     """Makes the calls over each request's own blocks, which start at `first_block`, [R].
 
@@ -256,7 +277,7 @@ def _own_calls(
         first_query = (seq_lens - query_lens - first_block * block_size)[members]
         newest = first_query + query_lens[members] - 1 if bidirectional else None
         bucket = _bucket(
-            table, queries, first_query, writes, block_size, num_tokens, window, newest
+            *(table, queries, first_query, writes, block_size, num_tokens, window, newest), masked
         )
         alone = len(members) == 1 and not decodes[members[0]]
         if causal and not bidirectional and window is None and alone:
@@ -359,6 +380,7 @@ def _bucket(
     num_tokens: int,
     window: int | None = None,
     newest: np.ndarray | None = None,
+    masked: bool = True,
 ) -> Bucket:
     """Makes a bucket.
 
@@ -369,7 +391,7 @@ def _bucket(
     n, q = queries.rows.shape
     s = table.blocks.shape[1] * block_size
     mask = None
-    if first_query is not None:
+    if first_query is not None and masked:
         query_slots = (first_query[:, None] + np.arange(q))[:, :, None]  # [n, Q, 1]
         slots = np.arange(s)
         last = query_slots if newest is None else np.broadcast_to(newest[:, None, None], (n, q, 1))

@@ -67,10 +67,7 @@ def test_texts_under_load(name, chunk, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name == "glm_moe_dsa" else pytest.mark.slow)
-        for name in REFUSED
-    ],
+    [pytest.param(name, marks=() if name == "phi3small" else pytest.mark.slow) for name in REFUSED],
 )
 def test_what_the_paged_path_lacks_is_refused_when_it_loads(name, tmp_path):
     family, reason = REFUSED[name]

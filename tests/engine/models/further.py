@@ -5,6 +5,7 @@ from engine.models import latent, recurrent
 from engine.models.latent import EXPERTS, KDA, MLA
 from engine.models.recurrent import DELTA, MOE, Family
 
+_INDEXER = {"index_head_dim": 16, "index_n_heads": 8, "index_topk": 8}
 _BAILING = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 4,
@@ -312,6 +313,16 @@ FAMILIES |= {
             "mamba_step": 2,
         },
     ),
+    # Latents of positions that an indexer chooses. With few heads of it, scores are often equal.
+    "deepseek_v32": Family("deepseek_v32", "DeepseekV32ForCausalLM", MLA | EXPERTS | _INDEXER),
+    "glm_moe_dsa": Family(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        MLA
+        | EXPERTS
+        | _INDEXER
+        | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+    ),
 }
 #: These, and those of the two other tables.
 ALL = recurrent.FAMILIES | latent.FAMILIES | FAMILIES
@@ -356,28 +367,5 @@ REFUSED = {
             },
         ),
         "attention in layers.0 with code of its own",
-    ),
-    "glm_moe_dsa": (
-        Family(
-            "glm_moe_dsa",
-            "GlmMoeDsaForCausalLM",
-            MLA
-            | EXPERTS
-            | {
-                "index_head_dim": 16,
-                "index_n_heads": 2,
-                "index_topk": 8,
-                "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-            },
-        ),
-        "the paged KV cache does not have",
-    ),
-    "deepseek_v32": (
-        Family(
-            "deepseek_v32",
-            "DeepseekV32ForCausalLM",
-            MLA | EXPERTS | {"index_head_dim": 16, "index_n_heads": 2, "index_topk": 8},
-        ),
-        "the paged KV cache does not have",
     ),
 }

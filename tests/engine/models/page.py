@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx_lm.models
 from engine.models import further
 
+from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import (
     AttentionLayer,
     RunLayer,
@@ -41,6 +42,8 @@ def kind(layer) -> str:
         return "recurrent state, per sequence"
     if isinstance(layer, SequenceLayer):
         return "recurrent state"
+    if isinstance(layer, IndexLayer):
+        return "index keys"
     assert isinstance(layer, AttentionLayer)
     if layer.latent:
         return "MLA latents"

@@ -59,6 +59,9 @@ _LATENT = {
     "qk_nope_head_dim": 16,
     "v_head_dim": 20,
 }
+#: With few heads, many positions have a score of zero in all of them, and torch's `topk` does not
+#: state which of equal ones it chooses.
+_INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}
 _DELTA = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 8,
@@ -326,12 +329,9 @@ FAMILIES: dict[str, Published] = {
             partial_rotary_factor=8 / 24,
         )
         | {"head_dim": 24},
-        "deepseek_v32": _LATENT
-        | _ROUTED
-        | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
-        "glm_moe_dsa": _LATENT
-        | _ROUTED
-        | {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8},
+        "deepseek_v32": _LATENT | _ROUTED | _INDEXER,
+        "deepseek_v32, yarn": _LATENT | _ROUTED | _INDEXER | _rope(**_YARN),
+        "glm_moe_dsa": _LATENT | _ROUTED | _INDEXER,
         "minicpm3": _LATENT
         | _rope(
             rope_type="longrope",
@@ -627,6 +627,4 @@ def log_probabilities(model: Any, prompts: list[list[int]]) -> list[np.ndarray]:
 REFUSED: dict[str, tuple[Published, str]] = {
     "olmo": (FAMILIES.pop("olmo"), "package that is not installed"),
     "minimax": (FAMILIES.pop("minimax"), "linear_attn_alpha_factor"),
-    "deepseek_v32": (FAMILIES.pop("deepseek_v32"), "layer_types"),
-    "glm_moe_dsa": (FAMILIES.pop("glm_moe_dsa"), "indexer_types"),
 }

@@ -107,8 +107,8 @@ def new_request(req_id, tokens, block_ids):
 #: One of each kind of layer: K/V, with a window, sinks, or of other layers; latents; states by
 #: each recurrence, and by runs.
 QUICK = (
-    *("llama", "gpt2", "gpt_oss", "gemma4_text", "deepseek_v3", "kimi_linear"),
-    *("qwen3_next", "falcon_h1", "jamba", "lfm2", "recurrent_gemma"),
+    *("llama", "gpt2", "gpt_oss", "gemma4_text", "deepseek_v3", "deepseek_v32"),
+    *("kimi_linear", "qwen3_next", "falcon_h1", "jamba", "lfm2", "recurrent_gemma"),
 )
 #: Those that other code of ours serves: a patch, or a form of states.
 MORE = (

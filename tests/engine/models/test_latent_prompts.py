@@ -25,7 +25,7 @@ from vllm_metal.engine.kv_cache.scatter import SCATTER
 
 #: Of each prompt its length, and how it is cut up: the last chunk is what remains.
 PROMPTS = [(520, (512,)), (300, (33, 200)), (90, (31, 32)), (150, (1, 1, 100)), (40, (7,) * 5)]
-WIDTH = 33
+WIDTH = 35
 #: Sizes that all differ, as a layer's: a mistake in one shows.
 SIZES = {"qk_nope_head_dim": 32, "v_head_dim": 24, "kv_lora_rank": 64, "qk_rope_head_dim": 8}
 FEWEST = 50  # rows for which a layer of such sizes builds keys and values
@@ -61,9 +61,9 @@ def texts():
 class Served:
     """Requests over a pool of one model."""
 
-    def __init__(self, model, name, prompts, backend=SCATTER):
+    def __init__(self, model, name, prompts, backend=SCATTER, elements=mx.float32):
         num_blocks = 1 + WIDTH * len(prompts)
-        self.run = executor(model, name, num_blocks, backend=backend)
+        self.run = executor(model, name, num_blocks, elements, backend)
         self.requests = Requests(len(prompts), 640, BlockTables(1, len(prompts), WIDTH))
         order = np.random.default_rng(2).permutation(np.arange(1, 1 + WIDTH * len(prompts)))
         self.blocks = order.reshape(len(prompts), WIDTH).tolist()

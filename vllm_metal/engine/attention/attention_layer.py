@@ -20,9 +20,10 @@ from vllm.v1.kv_cache_interface import (
 from metal_kernels import paged_attention
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.kv_write import Rotation, RotationKind
+from metal_kernels.layout import BLOCK_SIZES
 from metal_kernels.paged_attention import AttentionShape, buckets
 from metal_kernels.selfcheck import CHOICES, Case
-from vllm_metal.engine.attention import bidirectional, latent_heads
+from vllm_metal.engine.attention import bidirectional, latent_heads, sparse
 from vllm_metal.engine.attention.latent_heads import Projections
 from vllm_metal.engine.attention.paged_cache import (
     LatentCache,
@@ -30,7 +31,7 @@ from vllm_metal.engine.attention.paged_cache import (
     PagedCache,
     SharedCache,
 )
-from vllm_metal.engine.kv_cache import formats
+from vllm_metal.engine.kv_cache import formats, sparse_tokens
 from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads, planned
 from vllm_metal.engine.kv_cache.layer_cache import (
     AttentionKind,
@@ -79,6 +80,8 @@ class AttentionLayer(StatefulLayer):
     bidirectional: bool = False  # whether tokens see later ones of their request in the same step
     guest: bool = False  # see StatefulLayer
     extent: int | None = None  # distances with a relative bias; None: no bias
+    #: Most positions that a token attends to, chosen by an indexer (index_layer.py); None: all.
+    topk: int | None = None
 
     @property
     def shape(self) -> AttentionShape:
@@ -87,11 +90,15 @@ class AttentionLayer(StatefulLayer):
 
     @cached_property
     def kind(self) -> Hashable:
-        return self._attention
+        return self._attention if self.topk is None else (self._attention, self.topk)
 
     @cached_property
     def _attention(self) -> AttentionKind:
         return AttentionKind(self.shape, self.window, self.bidirectional, self.extent)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        return self.num_heads, self.head_size, self.shape.value_size
 
     @property
     def storage_key(self) -> KVShape:
@@ -155,7 +162,11 @@ class AttentionLayer(StatefulLayer):
             layout = layout.split(state.split)
             if bidirectional.has_runs(layout, self.window):
                 return bidirectional.planned(layout, self.window, plan_of)
-            return planned(layout, heads, plan_of)
+            of_latents = partial(planned, heads=heads, plan_of=plan_of)
+            if self.topk is None:
+                return of_latents(layout)
+            work = self.topk * sparse.work(*self._sizes)
+            return sparse_tokens.planned(layout, self.topk, of_latents, work)
 
         return StepScope(of_step)
 
@@ -221,6 +232,9 @@ class AttentionLayer(StatefulLayer):
             variant = self.softcap is None, self.extent is None
             pipeline = (self.shape, self.sinks, *variant, trial.pipeline, written)
             yield pipeline, partial(self._attend_once, kv_cache, trial, dtype, first)
+        if kv_cache is not None and self.topk is not None:
+            once = partial(self._attend_to_chosen, 1, 1, dtype, elements, backend)
+            yield (self.kind, elements), once
         if kv_cache is not None and (heads := self._expanded_heads(backend)):
             yield (self.shape, heads), partial(self._expand_once, kv_cache, heads, dtype, size)
 
@@ -265,7 +279,7 @@ class AttentionLayer(StatefulLayer):
     def _expand_once(
         self, kv_cache: LayerKVCache, heads: LatentHeads, dtype: mx.Dtype, block_size: int
     ) -> mx.array:
-        layout = _layout_of_long_contexts(1, block_size, block_size, block_size)
+        layout = layout_of_long_contexts(1, block_size, block_size, block_size)
         plan = kv_cache.backend.plan(layout, self._attention)
         self._write_once(kv_cache, plan, block_size, dtype)
         prompts = SeparatePrompts.of(layout, np.ones(1, bool))
@@ -274,8 +288,20 @@ class AttentionLayer(StatefulLayer):
         made = Projections.of_zeros(heads, dtype)
         return latent_heads.attend(rows, context, made, 1.0)
 
+    def _attend_to_chosen(
+        self, num_rows: int, topk: int, dtype: mx.Dtype, elements: mx.Dtype, backend: KVBackend
+    ) -> mx.array:
+        """Runs up to three calls of `num_rows` tokens that attend to `topk` positions each."""
+        kv_cache = self.allocate(1, BLOCK_SIZES[0], elements, backend)
+        plan = backend.plan_of_writes(layout_of_long_contexts(1, 1, 1, BLOCK_SIZES[0]), 1)
+        self._write_once(kv_cache, plan, 1, dtype)
+        queries = mx.zeros((num_rows, self.num_heads, self.head_size), dtype)
+        queries = queries[: 3 * sparse.rows_per_call(queries, topk)]
+        places = mx.zeros((len(queries), topk), mx.int32)
+        return sparse.attend(kv_cache, plan, queries, places, 1.0, None)
+
     def gathers(self, backend: KVBackend) -> bool:
-        return backend.gathers or self._expanded_heads(backend) is not None
+        return self.topk is not None or backend.gathers or self._expanded_heads(backend) is not None
 
     def profile(
         self,
@@ -291,6 +317,10 @@ class AttentionLayer(StatefulLayer):
         gathered. Gathering calls are bounded (metal_kernels.paged_attention.buckets), so this
         finds the peak.
         """
+        if self.topk is not None and context > self.topk:
+            rows = min(bounds.num_tokens, context - self.topk)
+            mx.eval(self._attend_to_chosen(rows, self.topk, dtype, elements, backend))
+            context = self.topk  # of tokens that attend to all
         if heads := self._expanded_heads(backend):
             mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
         if not backend.gathers:
@@ -306,7 +336,7 @@ class AttentionLayer(StatefulLayer):
             (1, min(bounds.num_tokens, context, chunk)),
             (min(bounds.max_num_seqs, many), 1),
         ):
-            layout = _layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
+            layout = layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
             num_blocks = int(layout.block_tables_np.max()) + 1
             kv_cache = self.allocate(num_blocks, bounds.block_size, elements, backend)
             plan = kv_cache.backend.plan(layout.split(kv_cache.split), self._attention)
@@ -316,7 +346,7 @@ class AttentionLayer(StatefulLayer):
             mx.eval(kv_cache.attend(plan, queries, Scoring(1.0, None, self.softcap, some)))
 
 
-def _layout_of_long_contexts(
+def layout_of_long_contexts(
     num_reqs: int, num_rows: int, context: int, block_size: int
 ) -> StepLayout:
     """Lays out the last tokens of long contexts, which share block 0 but for written blocks."""

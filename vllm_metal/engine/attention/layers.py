@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
 )
 
 from vllm_metal.engine.attention.attention_layer import AttentionLayer
+from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.latent_heads import Projections
 from vllm_metal.engine.attention.paged_cache import LayerRotation
 from vllm_metal.engine.attention.recurrent_layer import (
@@ -27,7 +28,12 @@ from vllm_metal.engine.attention.recurrent_layer import (
     SequenceLayer,
 )
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
-from vllm_metal.patches.mlx_patches import library_kernels, module_calls, rotations
+from vllm_metal.patches.mlx_patches import (
+    library_kernels,
+    module_calls,
+    multi_linear,
+    rotations,
+)
 from vllm_metal.patches.mlx_patches.families.inkling import MaskedWindowCache
 from vllm_metal.patches.mlx_patches.replacing import MLX_VLM
 from vllm_metal.patches.mlx_patches.rotations import OfLayer
@@ -55,6 +61,12 @@ class Probe(Protocol):
         """
 
 
+class _Chosen(NamedTuple):
+    """Replaces an indexer's choice of positions."""
+
+    topk: int
+
+
 class _AttentionProbe(AttendingCache):
     """Records what an attention layer writes and how it attends."""
 
@@ -74,6 +86,8 @@ class _AttentionProbe(AttendingCache):
         self._rotated: OfLayer | None = None
         self._is_keys = False  # keys were rotated; otherwise the second part of the latents
         self._rotates_queries = False
+        self._chosen: _Chosen | None = None  # what an indexer chose here, or for this layer
+        self._is_index = False  # these are an indexer's keys
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -132,7 +146,29 @@ class _AttentionProbe(AttendingCache):
         # With several rows, values have the heads' own width, which may differ from the queries'.
         return mx.zeros((*queries.shape[:3], values.shape[-1]), queries.dtype)
 
+    def choose(self, keys: mx.array, queries: mx.array, weights: mx.array, topk: int) -> _Chosen:
+        self._key_shape, self._num_heads = keys.shape, queries.shape[1]
+        self._chosen, self._is_index = _Chosen(topk), True
+        return self._chosen
+
+    def attend_chosen(
+        self,
+        queries: mx.array,
+        position_queries: mx.array,
+        embed: Any,
+        unembed: Any,
+        scale: float,
+        chosen: _Chosen,
+    ) -> mx.array:
+        self._num_heads, self._chosen = queries.shape[1], chosen
+        self._latent = module_calls.under_way()[-1].module
+        (_, value_size) = multi_linear.sizes(unembed)
+        return mx.zeros((*queries.shape[:3], value_size), queries.dtype)
+
     def layer(self, name: str) -> AttentionLayer:
+        if self._is_index and self._chosen is not None:
+            assert self._key_shape is not None and self._num_heads is not None
+            return IndexLayer.of(name, self._num_heads, self._key_shape[-1], self._chosen.topk)
         if self._key_shape is None or self._num_heads is None:
             raise NotImplementedError(
                 f"computes attention in {name} with code of its own, which is not supported "
@@ -145,7 +181,8 @@ class _AttentionProbe(AttendingCache):
         if self._latent is not None:
             projections = Projections(self._latent.embed_q, self._latent.unembed_out)
             heads = projections.heads(rotated=value_size)
-            module_calls.ask_caches(type(self._latent))
+            if self._chosen is None:  # otherwise the module has the cache attend
+                module_calls.ask_caches(type(self._latent))
             head_size, value_size = head_size + value_size, head_size
         return AttentionLayer(
             name,
@@ -161,6 +198,7 @@ class _AttentionProbe(AttendingCache):
             heads,
             self._rotation(),
             extent=self._extent,
+            topk=None if self._chosen is None else self._chosen.topk,
         )
 
     def _rotation(self) -> LayerRotation | None:

@@ -12,9 +12,11 @@ import mlx.core as mx
 from metal_kernels.kv_write import RotationKind
 from vllm_metal.engine.attention import bidirectional, latent_heads
 from vllm_metal.engine.attention.latent_heads import Projections
+from vllm_metal.engine.attention.sparse import attend as attend_to_chosen
 from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import PlanT, StepScope, joined
 from vllm_metal.engine.kv_cache.separate_prompts import PlanWithPrompts, SeparatePrompts
+from vllm_metal.engine.kv_cache.sparse_tokens import SparsePlan
 from vllm_metal.patches.mlx_patches import multi_linear, rotations
 from vllm_metal.patches.mlx_patches.module_calls import CallingCache
 from vllm_metal.patches.mlx_patches.rotations import OfLayer
@@ -178,9 +180,40 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         key_size = queries.shape[-1]
         return self._attend_separately(self._prompts, rows[:, :, 0], key_size, scale)[:, :, None]
 
+    def attend_chosen(
+        self,
+        queries: mx.array,
+        position_queries: mx.array,
+        embed: Any,
+        unembed: Any,
+        scale: float,
+        chosen: mx.array | None,
+    ) -> mx.array:
+        """See AttendingCache. `chosen`: [t, topk] places of the plan's sparse tokens."""
+        self._projections = Projections(embed, unembed)
+        rows = mx.concatenate([queries, position_queries], axis=-1)[:, :, 0]
+        key_size, sparse = queries.shape[-1], cast(SparsePlan, self._scope.plan).sparse
+        if sparse is None:
+            return self._attend_to_all(rows, key_size, scale)[:, :, None]
+        assert chosen is not None
+        outputs = []
+        if sparse.others is not None:
+            outputs.append(self._attend_to_all(rows[sparse.others], key_size, scale))
+        latent = self._embedded(sparse.of_all(rows), key_size)
+        out = attend_to_chosen(self._kv_cache, self._scope.plan, latent, chosen, scale, sparse.pace)
+        outputs.append(self._unembedded(out))
+        out = joined(outputs)
+        return (out if sparse.order is None else out[sparse.order])[:, :, None]
+
     @property
     def _prompts(self) -> SeparatePrompts | None:
         return cast(PlanWithPrompts, self._scope.plan).prompts
+
+    def _attend_to_all(self, queries: mx.array, key_size: int, scale: float) -> mx.array:
+        """Attends with [t, H, key + rotated] unprojected queries; returns [t, H, value]."""
+        if self._prompts is not None:
+            return self._attend_separately(self._prompts, queries, key_size, scale)
+        return self._attend_in_latent_space(queries, key_size, scale)
 
     def _attend_separately(
         self, plan: SeparatePrompts, queries: mx.array, key_size: int, scale: float
@@ -188,10 +221,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         """Attends with [T, H, key + rotated] unprojected queries; returns [T, H, value]."""
         outputs = []
         if plan.others is not None:
-            keys, rotated = mx.split(queries[plan.others].swapaxes(0, 1), [key_size], axis=-1)
-            rows = mx.concatenate([self._projections.embed(keys), rotated], axis=-1)
-            out = self._kv_cache.attend(self._scope.plan, rows.swapaxes(0, 1), Scoring(scale))
-            outputs.append(self._projections.unembed(out.swapaxes(0, 1)).swapaxes(0, 1))
+            outputs.append(self._attend_in_latent_space(queries[plan.others], key_size, scale))
         contexts = self._kv_cache.contexts(self._scope.plan, plan)
         for prompt, ((context,), _) in zip(plan.prompts, contexts, strict=True):
             rows = queries[prompt.first : prompt.first + prompt.num_rows]
@@ -199,6 +229,20 @@ class LatentCache(PagedCache[PlanT], CallingCache):
             outputs.append(latent_heads.attend(rows, context, self._projections, scale, plan.pace))
         out = joined(outputs)
         return out if plan.order is None else out[plan.order]
+
+    def _attend_in_latent_space(self, queries: mx.array, key_size: int, scale: float) -> mx.array:
+        rows = self._embedded(queries, key_size)
+        return self._unembedded(self._kv_cache.attend(self._scope.plan, rows, Scoring(scale)))
+
+    def _embedded(self, queries: mx.array, key_size: int) -> mx.array:
+        """Projects [t, H, key + rotated] queries to [t, H, rank + rotated]."""
+        keys, rotated = mx.split(queries.swapaxes(0, 1), [key_size], axis=-1)
+        rows = mx.concatenate([self._projections.embed(keys), rotated], axis=-1)
+        return rows.swapaxes(0, 1)
+
+    def _unembedded(self, latents: mx.array) -> mx.array:
+        """Projects [t, H, rank] to [t, H, value]."""
+        return self._projections.unembed(latents.swapaxes(0, 1)).swapaxes(0, 1)
 
 
 @cache

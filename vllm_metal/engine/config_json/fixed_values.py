@@ -50,7 +50,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "scoring_func": ("softmax",),
     },
     "deepseek_v3": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
-    "deepseek_v32": _UNTIED | {"scoring_func": ("sigmoid",)},
+    "deepseek_v32": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
     # transformers' class does not read scoring_func; the published files say "noaux_tc".
     "dots1": {"attention_bias": (False,), "scoring_func": ("noaux_tc", "sigmoid")},
     "ernie4_5_moe": {
@@ -77,7 +77,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rope_interleave": (True,),
         "scoring_func": ("sigmoid",),
     },
-    "glm_moe_dsa": _UNTIED | {"scoring_func": ("sigmoid",)},
+    "glm_moe_dsa": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
     "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
     "gpt_bigcode": {"multi_query": (True,), "scale_attn_weights": (True,)},
     "gpt_neox": _UNTIED | {"attention_bias": (True,)},

@@ -60,11 +60,12 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "dbrx": {"num_key_value_heads": lambda config: config["attn_config"]["kv_n_heads"]},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT,
+    "deepseek_v32": _LATENT | {"layer_types": _all("indexed_attention")},
     "falcon_h1": {"mamba_expand": _mamba_expand},
     "gemma4_text": {"global_partial_rotary_factor": _full_attention_share},
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _LATENT | {"indexer_types": _all("full")},
+    "glm_moe_dsa": _LATENT
+    | {"indexer_types": _all("full"), "layer_types": _all("indexed_attention")},
     "gpt2": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
     "gpt_neox": {
         "intermediate_size": _key("hidden_size", 4),
@@ -163,7 +164,7 @@ def is_implied(config: Config, module: str, key: str) -> bool:
         return not has_windows(config, module)
     if key == "attention_chunk_size":
         return bool(config.get(key, 0) >= config.get("max_position_embeddings", math.inf))
-    if key == "layer_types":
+    if key == "layer_types" and key not in _FOLLOWS.get(module, {}):
         served = {"full_attention"}
         if is_implied(config, module, "attention_chunk_size"):
             served.add("chunked_attention")

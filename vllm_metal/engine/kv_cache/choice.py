@@ -177,7 +177,8 @@ def _backend_from(
         - `convolution`, `recurrence`: MLX's operations compute recurrent states.
 
     Returns:
-        None if `kv_write`, `kv_states`, or all attention tiles of some layer failed.
+        None if `kv_write`, `kv_states`, or all attention tiles of some layer failed, or
+        `kv_gather` of a model with sparse attention.
     """
     passed = {(outcome.case, outcome.kernel) for outcome in found if outcome.ok}
 
@@ -185,7 +186,7 @@ def _backend_from(
         wanted = (case for case in cases if Check(kernel) in checks(case))
         return all((case, kernel) in passed for case in wanted)
 
-    attending = [case for case in cases if "kv_write" in case.kernels]
+    attending = [case for case in cases if "decode" in case.kernels]
     tiles = {
         AttentionKind(case.shape, case.window, extent=case.extent): _tuned_tiles(
             case, usable(case, found), tuned
@@ -193,6 +194,8 @@ def _backend_from(
         for case in attending
     }
     if not works("kv_write") or not works("kv_states"):
+        return None
+    if not works("kv_gather") and any(map(_is_of_index, cases)):
         return None
     if not all(sizes.decode or sizes.prefill for sizes in tiles.values()):
         return None
@@ -209,6 +212,11 @@ def _backend_from(
         reads_contexts=works("kv_gather"),
         rotates=works("rotation"),
     )
+
+
+def _is_of_index(case: Case) -> bool:
+    """Whether a layer's keys are written and gathered, but no kernel attends to them."""
+    return "kv_gather" in case.kernels and "decode" not in case.kernels
 
 
 def _tuned_tiles(case: Case, tiles: Tiles, tuned: Choices) -> Tiles:

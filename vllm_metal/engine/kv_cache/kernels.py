@@ -24,12 +24,14 @@ from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.kv_write import Rotation
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
+from metal_kernels.paged_attention.buckets import Bucket
 from metal_kernels.paged_attention.splits import DEFAULT
 from vllm_metal.engine.kv_cache import gathered
 from vllm_metal.engine.kv_cache.gathered import ByMLX, GatheredPlan
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVBackend, KVShape, LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import Fenced, Pending, StepLayout
 from vllm_metal.engine.kv_cache.separate_prompts import SeparatePrompts
+from vllm_metal.engine.kv_cache.sparse_tokens import SparseTokens
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 ResultT = TypeVar("ResultT")
@@ -45,6 +47,7 @@ class KernelPlan:
     gathered: GatheredPlan | None  # tokens that MLX's attention serves
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
     prompts: SeparatePrompts | None = None  # MLA prompts, which are in neither of the two above
+    sparse: SparseTokens | None = None  # tokens of chosen positions, which are in none of these
 
     @property
     def num_tokens(self) -> int:
@@ -243,24 +246,42 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         if prompts.pace is not None and prompts.others is None:
             prompts.pace.end(written)  # the layers before
         found: list[tuple[mx.array, mx.array]] = []
-        reads: list[mx.array] = []
         for prompt in prompts.prompts:
             parts = []
             for pool in (self.keys,) if self.values is None else (self.keys, self.values):
-                context, read = kv_gather.gather(
-                    pool.elements,
-                    prompt.places.block_table,
-                    self._input_dtype,
-                    [written],
-                    pool.scales,
-                    prompt.places.bounds,
-                )
+                places = prompt.places.block_table, prompt.places.bounds
+                context = self._gathered(pool.elements, pool.scales, *places)
                 parts.append(context[:, 0, : prompt.context])
-                reads.append(read)
             found.append((parts[0], parts[-1]))
+        return found
+
+    def keys_of(self, plan: KernelPlan, bucket: Bucket) -> mx.array:
+        keys = self.keys
+        return self._gathered(keys.elements, keys.scales, bucket.block_table, bucket.bounds)
+
+    def keys_at(self, plan: KernelPlan, places: mx.array) -> mx.array:
+        # As blocks of one token.
+        keys, shape = self.keys.elements, (1, -1, 1)
+        scales = None if self.keys.scales is None else self.keys.scales.reshape(shape)
+        return self._gathered(keys.reshape(*shape, keys.shape[-1]), scales, places)[0]
+
+    def _gathered(
+        self,
+        pool: mx.array,
+        scales: mx.array | None,
+        block_table: mx.array,
+        bounds: mx.array | None = None,
+    ) -> mx.array:
+        """Reads blocks after the layer's write, and before its next one; see kv_gather."""
+        written = self._written_fence
+        assert written is not None  # a layer writes its K/V before it reads
+        found, read = kv_gather.gather(
+            pool, block_table, self._input_dtype, [written], scales, bounds
+        )
+        # Reads wait for the write, so their fences replace its fence.
         self._write_fences = [
             *(fence for fence in self._write_fences if fence is not written),
-            *reads,
+            read,
         ]
         return found
 

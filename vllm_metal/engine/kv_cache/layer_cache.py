@@ -14,7 +14,8 @@ import numpy as np
 from metal_kernels.kv_write import Rotation
 from metal_kernels.layout import BLOCK_SIZES
 from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
-from metal_kernels.paged_attention import AttentionShape
+from metal_kernels.paged_attention import AttentionShape, buckets
+from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
 from vllm_metal.engine.kv_cache.layer_state import PlanT, StepLayout, Storage, Traceable
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
@@ -103,6 +104,8 @@ class KVBackend(ABC, Generic[PlanT]):
     """
 
     pipelined: ClassVar[bool]  # see Storage
+    #: Whether the pool holds a step's K and V only after the step.
+    defers_writes: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -135,6 +138,17 @@ class KVBackend(ABC, Generic[PlanT]):
     @abstractmethod
     def plan_of_writes(self, layout: StepLayout, num_kv_heads: int) -> PlanT:
         """Plans `write` of a step, for layers that do not attend."""
+
+    def plan_of_contexts(self, layout: StepLayout) -> BucketPlan:
+        """Groups a layout's requests for reads of their whole contexts (`LayerKVCache.keys_of`)."""
+        slots_np = layout.slot_mapping_np
+        return buckets.contexts(
+            layout.query_start_loc_np,
+            layout.seq_lens_np,
+            layout.block_tables_np,
+            slots_np if self.defers_writes else np.full_like(slots_np, -1),
+            layout.block_size,
+        )
 
     def trials(self, kind: AttentionKind, block_size: int) -> Iterable[TrialPlan]:
         """Yields small plans that together launch every Metal pipeline of layers of this kind.
@@ -274,4 +288,18 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
 
         Called after the layer's `write` and, if the step has other tokens, their `attend`. For MLA
         latents the values are the keys.
+        """
+
+    @abstractmethod
+    def keys_of(self, plan: PlanT, bucket: Bucket) -> mx.array:
+        """Returns the keys of a bucket's contexts, [Hkv, n, S, D]; called after `write`.
+
+        Slots behind a context hold anything. `bucket` is of `KVBackend.plan_of_contexts`.
+        """
+
+    @abstractmethod
+    def keys_at(self, plan: PlanT, places: mx.array) -> mx.array:
+        """Returns the keys of a single head at [n, k] int32 places, [n, k, D]; see `places_of`.
+
+        Called after `write`. Reads no other rows of the pool; absent places are zeros.
         """

@@ -17,7 +17,7 @@ from metal_kernels.kv_write.reference import encode
 from metal_kernels.op_common import CODE_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import buckets, reference
-from metal_kernels.paged_attention.buckets import Places
+from metal_kernels.paged_attention.buckets import Bucket, Places
 from vllm_metal.engine.kv_cache.layer_cache import (
     AttentionKind,
     KVArray,
@@ -27,6 +27,7 @@ from vllm_metal.engine.kv_cache.layer_cache import (
 )
 from vllm_metal.engine.kv_cache.layer_state import Pending, StepLayout, joined
 from vllm_metal.engine.kv_cache.separate_prompts import Prompt, SeparatePrompts
+from vllm_metal.engine.kv_cache.sparse_tokens import ABSENT, SparseTokens
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 
@@ -42,6 +43,7 @@ class ScatterPlan:
     group: int  # KV cache group
     num_earlier: int  # E
     prompts: SeparatePrompts | None = None  # MLA prompts, which are not in `attention`
+    sparse: SparseTokens | None = None  # tokens of chosen positions, which are in neither
 
     @cached_property
     def places(self) -> Places:
@@ -185,6 +187,24 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             found.append((keys, keys if self.values is None else values))
         return found
 
+    def keys_of(self, plan: ScatterPlan, bucket: Bucket) -> mx.array:
+        rows = self._newest_keys(plan)
+        return reference.context(bucket, rows, self.keys.elements, self.keys.scales, rows.dtype)
+
+    def keys_at(self, plan: ScatterPlan, places: mx.array) -> mx.array:
+        newest, pool, scales = self._newest_keys(plan)[:, 0], self.keys.elements, self.keys.scales
+        slots = mx.maximum(places, 0)
+        found = pool.reshape(-1, pool.shape[-1])[slots]
+        if scales is not None:
+            found = decode(found, scales.flatten()[slots]).astype(newest.dtype)
+        written = newest[mx.maximum(ABSENT - 1 - places, 0)]
+        found = mx.where((places >= 0)[..., None], found, written)
+        return mx.where((places == ABSENT)[..., None], mx.zeros((), found.dtype), found)
+
+    def _newest_keys(self, plan: ScatterPlan) -> mx.array:
+        """Returns this step's keys as reading them from the pool would give, [E + T, Hkv, D]."""
+        return self._as_stored(self._newest(plan).arrays[: len(self.keys.arrays)])
+
     def _newest(self, plan: ScatterPlan) -> Pending[ScatterPlan]:
         """Returns this step's K and V; layers of other groups may have written, too."""
         return next(each for each in reversed(self._pending) if each.plan is plan)
@@ -201,6 +221,7 @@ class ScatterBackend(KVBackend[ScatterPlan]):
     """KV backend that writes and attends with MLX's operations only."""
 
     pipelined = False
+    defers_writes = True
     gathers = True
     reads_contexts = True
 

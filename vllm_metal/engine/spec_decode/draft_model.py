@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs
+from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.batch.requests import Requests
 from vllm_metal.engine.batch.rows import Rows
@@ -63,6 +64,11 @@ class DraftModel(DraftNetwork):
             replace(layer, name=LAYER_PREFIX + layer.name)
             for layer in attention_layers(model, family)
         ]
+        if any(isinstance(layer, IndexLayer) for layer in self.layers):
+            raise NotImplementedError(
+                f"a draft model with sparse attention (model_type {family!r}) is not supported. "
+                "Choose another draft model"
+            )
         self._parts = ModelParts(model)
         self._images: ImageColumn | None = None
 

@@ -71,6 +71,41 @@ class AttendingCache(ABC):
         """
         return None
 
+    def choose(self, keys: mx.array, queries: mx.array, weights: mx.array, topk: int) -> Any:
+        """Writes an indexer's keys, and chooses the positions that each row attends to.
+
+        A row's score for a position is sum_h weights_h * relu(queries_h . key).
+
+        Args:
+            keys: [T, 1, 1, D].
+            queries: [T, H, 1, D].
+            weights: [T, 1, H], scales included.
+            topk: positions to choose.
+
+        Returns:
+            What `attend_chosen` of the same step takes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not choose positions")
+
+    def attend_chosen(
+        self,
+        queries: mx.array,
+        position_queries: mx.array,
+        embed: Any,
+        unembed: Any,
+        scale: float,
+        chosen: Any,
+    ) -> mx.array:
+        """Attends over latents at chosen positions (MLA); returns [T, H, 1, value].
+
+        Args:
+            queries: [T, H, 1, key], which `embed` projects to the latents' space.
+            position_queries: [T, H, 1, n], rotated.
+            embed, unembed: mlx-lm's MultiLinear; `unembed` projects latents to values.
+            chosen: from `choose`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not attend to chosen positions")
+
 
 def _dispatching(dense: _Attention) -> _Attention:
     @functools.wraps(dense)

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans tokens that attend to chosen positions of their contexts only (DeepSeek sparse attention).
+
+DeepSeek-V3.2 (arXiv:2512.02556) attends to at most `index_topk` positions per token, those with the
+highest scores of an indexer. A token whose context has no more positions attends to all of them, by
+its own context: a step, and a prompt, may have tokens of both kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from metal_kernels.pace import Pace, pace_of
+from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
+from vllm_metal.engine.kv_cache.layer_state import StepLayout
+from vllm_metal.engine.kv_cache.separate_prompts import without
+
+#: In `places`: nothing there. Lower numbers are rows that this step writes.
+ABSENT = -1
+
+
+@dataclass(frozen=True)
+class SparseTokens:
+    """The t of a step's T tokens that attend to chosen positions, and the order of all."""
+
+    num_tokens: int  # t
+    rows: mx.array | None  # [t] int32, indices of these tokens in the step; None: all, in order
+    others: mx.array | None  # [T - t] int32, indices of all other tokens; None: there are none
+    order: mx.array | None  # [T] int32, index of each token in others + rows; None: identity
+    pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
+    #: Contexts to choose from, for layers of index keys; tokens are those of `rows`.
+    contexts: BucketPlan | None = None
+    block_size: int = 0  # of `contexts`
+
+    def of_all(self, values: mx.array) -> mx.array:
+        """Selects these tokens' rows of [T, ...] values."""
+        return values if self.rows is None else values[self.rows]
+
+    @cached_property
+    def places(self) -> tuple[mx.array, ...]:
+        """For each bucket of `contexts` [n, S] int32, the place of each position; see `place_of`.
+
+        Cached, so that all layers share them.
+        """
+        assert self.contexts is not None
+        return tuple(places_of(bucket, self.block_size) for bucket in self.contexts.buckets)
+
+
+class SparsePlan(Protocol):
+    """A step's plan from which some tokens may be excluded."""
+
+    @property
+    def sparse(self) -> SparseTokens | None:
+        """The excluded tokens; None: there are none."""
+
+
+def places_of(bucket: Bucket, block_size: int) -> mx.array:
+    """Returns [n, S] int32: the pool slot of each position of the bucket's contexts.
+
+    A position whose K/V this step writes, but the pool does not hold yet, has -2 - i for row i of
+    the rows that are written.
+    """
+    first = bucket.block_table[:, :, None] * block_size
+    places = (first + mx.arange(block_size, dtype=mx.int32)).reshape(bucket.num_requests, -1)
+    if not bucket.fresh.size:
+        return places
+    rows = bucket.sources
+    if rows is None:
+        rows = mx.arange(bucket.fresh.size, dtype=mx.int32)
+    flat = places.flatten()
+    flat[bucket.fresh] = ABSENT - 1 - rows
+    return flat.reshape(places.shape)
+
+
+def planned(layout: StepLayout, topk: int, plan_of: Callable[[StepLayout], Any], work: int) -> Any:
+    """Returns a step's plan for layers that attend to `topk` positions, with `sparse` set.
+
+    Args:
+        plan_of: plans a layout of the tokens that attend to their whole contexts. The plan must
+            write all of the step's tokens.
+        work: FLOPs of a layer per token with `topk` positions.
+    """
+    cut, sparse = _split(layout, topk)
+    if not sparse.any():
+        return plan_of(layout)
+    plan, found = plan_of(without(cut, sparse)), _tokens(cut, sparse)
+    if layout.pace is None:
+        return replace(plan, sparse=found)
+    total = int(layout.query_start_loc_np[-1])
+    pace = plan.pace or pace_of(layout.pace, total, found.num_tokens * work)
+    return replace(plan, sparse=replace(found, pace=pace), pace=pace)
+
+
+def with_contexts(
+    layout: StepLayout,
+    topk: int,
+    plan_of: Callable[[StepLayout], Any],
+    contexts_of: Callable[[StepLayout], BucketPlan],
+    work: int,
+) -> Any:
+    """Returns a step's plan for layers of index keys, with `sparse` and its `contexts` set.
+
+    Args:
+        plan_of: plans the write of all of a layout's tokens.
+        contexts_of: groups the requests of a layout.
+        work: FLOPs of a layer per token and position.
+    """
+    plan, (cut, sparse) = plan_of(layout), _split(layout, topk)
+    if not sparse.any():
+        return plan
+    assert layout.earlier_slots_np is None  # of draft networks, which have no such layers
+    contexts = contexts_of(without(cut, ~sparse))
+    found = replace(_tokens(cut, sparse), contexts=contexts, block_size=layout.block_size)
+    if layout.pace is None:
+        return replace(plan, sparse=found)
+    rows = np.diff(cut.query_start_loc_np)[sparse]
+    all_work = int((rows * cut.seq_lens_np[sparse]).sum()) * work
+    pace = pace_of(layout.pace, int(layout.query_start_loc_np[-1]), all_work)
+    return replace(plan, sparse=replace(found, pace=pace), pace=pace)
+
+
+def _split(layout: StepLayout, topk: int) -> tuple[StepLayout, np.ndarray]:
+    """Splits requests before the first token with more than `topk` positions.
+
+    Returns the layout of R' parts, and [R'] bool, those with such tokens. Lengths may be upper
+    bounds: tokens that then have fewer positions choose all of them.
+    """
+    starts = layout.query_start_loc_np
+    num_rows = np.diff(starts)
+    whole = np.clip(topk - (layout.seq_lens_np - num_rows), 0, num_rows)
+    cut = layout.cut_at(starts[:-1] + whole)
+    return cut, cut.seq_lens_np > topk
+
+
+def _tokens(cut: StepLayout, sparse: np.ndarray) -> SparseTokens:
+    ours, others = cut.rows_of(sparse), cut.rows_of(~sparse)
+    order = np.argsort(np.concatenate([others, ours])).astype(np.int32)
+    in_order = bool((order == np.arange(len(order))).all())
+    return SparseTokens(
+        len(ours),
+        mx.array(ours) if len(others) else None,
+        mx.array(others) if len(others) else None,
+        None if in_order else mx.array(order),
+        None,
+    )
