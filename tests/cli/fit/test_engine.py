@@ -109,7 +109,8 @@ def test_the_dtype_on_a_mac(content, dtype):
     [
         ("gemma3, windows", "int8", 0),
         ("qwen3_next, states", "fp8", 5),
-        pytest.param("deepseek_v3, latents", "auto", 0, marks=pytest.mark.more),
+        pytest.param("deepseek_v3, latents", "auto", 0, marks=pytest.mark.slow),
+        pytest.param("deepseek_v32, index keys", "fp8", 0, marks=pytest.mark.more),
         pytest.param("qwen3_next, states", "auto", 0, marks=pytest.mark.slow),
     ],
 )

@@ -10,7 +10,7 @@ import mlx.core as mx
 from engine.spec_decode import blocks
 from engine.spec_decode.heads import write_head
 from mlx.utils import tree_flatten, tree_map_with_path
-from mlx_lm.models import gemma3_text, llama, qwen3_moe, qwen3_next
+from mlx_lm.models import deepseek_v32, gemma3_text, llama, qwen3_moe, qwen3_next
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -76,6 +76,22 @@ _EXPERTS = _COMMON | {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
+#: Latents of positions that an indexer chooses; with few heads of it, scores would often be equal.
+_SPARSE = _COMMON | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_n_heads": 16,
+    "index_head_dim": 24,
+    "index_topk": 20,
+    "n_routed_experts": None,
+    "attention_bias": False,
+}
 #: Sizes that hide no constant: an odd vocabulary, a hidden size that is no square, seven query
 #: heads to one of keys, and heads that are no power of two.
 _ODD = {
@@ -98,6 +114,8 @@ MODELS = ("full", "windowed", "hybrid")
 #: A hybrid whose states take more room than a block of any size that users may ask for.
 LARGE_STATES = "large_states"
 _LARGE_STATES = _ODD_HYBRID | {"linear_key_head_dim": 56, "linear_value_head_dim": 72}
+#: A model whose tokens attend to chosen positions.
+SPARSE = "sparse"
 #: Whose layers keep states, in groups of their own.
 NUM_STATE_GROUPS = {"hybrid": 3, LARGE_STATES: 3}
 #: Tokens of a block, at least.
@@ -112,8 +130,8 @@ def write_models(folder: Path, odd: bool = False) -> None:
 
     Args:
         folder: for a folder of each.
-        odd: whether they have sizes that hide no constant, at twice the memory, and one has
-            large states.
+        odd: whether they have sizes that hide no constant, at twice the memory, and there is one
+            with large states, and one with sparse attention.
     """
     full, windowed, hybrid = _FULL, _WINDOWED, _HYBRID
     if odd:
@@ -128,6 +146,9 @@ def write_models(folder: Path, odd: bool = False) -> None:
         guessing = full | {"head_dim": config["head_dim"]}  # K and V of one shape: few groups
         _write(folder / f"{name}-draft", guessing, _weights(llama, guessing))
         _write_block_drafter(folder / f"{name}-dflash", config)
+    if odd:
+        _write(folder / SPARSE, _SPARSE, _weights(deepseek_v32, _SPARSE))
+        _write(folder / f"{SPARSE}-draft", _FULL, _weights(llama, _FULL))
 
 
 def write_experts(folder: Path) -> str:

@@ -25,6 +25,8 @@ NUM_SEEDS = 12
 QUICK, QUICK_ON_DISK, NUM_QUICK = (21, 64, 39), (5, 48), 14
 #: The same with the contract of vLLM's second model runner; 39 of QUICK has it, too.
 SECOND = (51, 55, 63)
+#: Of sparse attention: looked up drafts, a draft model, and none.
+SPARSE = (277, 317, 337)
 SALT_SEED = 3  # of which few requests hit one another's prefixes across tenants
 SLEEPING = MetalPlatform().is_sleep_mode_available()
 
@@ -43,6 +45,7 @@ def served(campaign, seeds, **options):
         pytest.param(QUICK, NUM_QUICK, id="quick"),
         pytest.param(range(2), NUM_REQUESTS, marks=pytest.mark.more, id="first"),
         pytest.param(SECOND, NUM_QUICK, marks=pytest.mark.more, id="second contract"),
+        pytest.param(SPARSE, NUM_QUICK, marks=pytest.mark.more, id="sparse attention"),
         pytest.param(range(2, NUM_SEEDS), NUM_REQUESTS, marks=pytest.mark.slow, id="others"),
     ],
 )

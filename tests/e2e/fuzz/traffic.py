@@ -18,6 +18,7 @@ from e2e.fuzz.models import (
     MAX_LEN,
     MODELS,
     NUM_STATE_GROUPS,
+    SPARSE,
     VOCAB,
     word,
 )
@@ -33,6 +34,8 @@ CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
 #: Of so many seeds, one has an engine in a process of its own, if its model keeps states: vLLM
 #: completes the configuration again there, after a worker has enlarged the blocks.
 APART_OF = 5
+#: Of so many seeds with K/V alone, one has sparse attention instead.
+SPARSE_OF = 10
 #: Of so many seeds, one has the contract of vLLM's second model runner.
 SECOND_OF = 4
 #: Methods with a network of its own, in a folder of the model's name and this ending.
@@ -152,6 +155,9 @@ def draw(
     # codes, blocks are larger than the setting says.
     if model is None and setting.model not in NUM_STATE_GROUPS:
         setting = replace(setting, kv_cache_dtype=CACHES[seed % len(CACHES)])
+    if model is None and setting.model == "full" and seed % SPARSE_OF == SPARSE_OF - 3:
+        # Codes of index keys move what is chosen, and so what a text says.
+        setting = replace(setting, model=SPARSE, kv_cache_dtype="auto")
     if model is None and setting.model in NUM_STATE_GROUPS and seed % APART_OF == 2:
         setting = replace(setting, model=LARGE_STATES, apart=True)
     if seed % SECOND_OF == SECOND_OF - 1:  # by that contract, vLLM schedules ahead with all methods

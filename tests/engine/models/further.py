@@ -321,7 +321,10 @@ FAMILIES |= {
         MLA
         | EXPERTS
         | _INDEXER
-        | {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}},
+        | {
+            "indexer_types": ["full", "shared", "shared"],
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
     ),
 }
 #: These, and those of the two other tables.

@@ -331,7 +331,10 @@ FAMILIES: dict[str, Published] = {
         | {"head_dim": 24},
         "deepseek_v32": _LATENT | _ROUTED | _INDEXER,
         "deepseek_v32, yarn": _LATENT | _ROUTED | _INDEXER | _rope(**_YARN),
-        "glm_moe_dsa": _LATENT | _ROUTED | _INDEXER,
+        "glm_moe_dsa": _LATENT
+        | _ROUTED
+        | _INDEXER
+        | {"indexer_types": ["full", "shared", "full", "shared"]},
         "minicpm3": _LATENT
         | _rope(
             rope_type="longrope",

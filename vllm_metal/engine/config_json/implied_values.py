@@ -64,8 +64,7 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "falcon_h1": {"mamba_expand": _mamba_expand},
     "gemma4_text": {"global_partial_rotary_factor": _full_attention_share},
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _LATENT
-    | {"indexer_types": _all("full"), "layer_types": _all("indexed_attention")},
+    "glm_moe_dsa": _LATENT | {"layer_types": _all("indexed_attention")},
     "gpt2": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
     "gpt_neox": {
         "intermediate_size": _key("hidden_size", 4),

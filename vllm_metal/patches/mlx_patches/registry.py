@@ -65,6 +65,7 @@ PATCHES: Patches = {
     "gemma2": (windows.gemma2,),
     "gemma3_text": (layer_kinds.gemma3_text,),
     "gemma3n": (text_models.gemma3n,),
+    "glm_moe_dsa": (sparse_attention.glm_moe_dsa,),
     "gpt2": (arrays.renamed(arrays.without_transformer),),
     "gpt_bigcode": (
         activations.gelu("activation_function", "gelu_pytorch_tanh", "c_fc", "c_proj"),

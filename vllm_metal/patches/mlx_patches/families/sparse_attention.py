@@ -1,23 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets paged caches compute DeepSeek sparse attention, and sets its norms as transformers does.
+"""Lets paged caches compute DeepSeek sparse attention, and corrects it as transformers has it.
 
 mlx-lm's module attends to everything where the longest text of a batch has at most `index_topk`
 tokens, else masks all of it, and it reads and sets the arrays of its caches. A paged cache gets the
 indexer's keys, queries and weights, chooses the positions of each row by its own context, and
 attends to these.
+
+Layers without an indexer of their own attend to the positions that the last one before them has
+chosen in the same forward (`GlmMoeDsaAttention` of transformers). mlx-lm's module has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, KVCache
 
 from vllm_metal.patches.mlx_patches.families.forwards import joined
 from vllm_metal.patches.mlx_patches.replacing import after_init, wrap
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
+
+_FULL, _SHARED = "full", "shared"
+
+
+class _NoKeys(NamedTuple):
+    """Replaces the cache of an indexer that a layer does not have."""
+
+    keys: mx.array
+    values: mx.array
+
+
+@dataclass
+class _Choice:
+    """The newest positions that an indexer of the running forward has chosen."""
+
+    newest: Any = None
+
+
+class _SharedIndexer(nn.Module):
+    """Returns what the indexer of an earlier layer has chosen."""
+
+    def __init__(self, choice: _Choice) -> None:
+        super().__init__()
+        self._choice = choice
+
+    def __call__(self, x: mx.array, qr: mx.array, mask: Any, cache: Any = None) -> Any:
+        return self._choice.newest
 
 
 def deepseek_v32(module: ModuleType) -> None:
@@ -29,27 +62,111 @@ def deepseek_v32(module: ModuleType) -> None:
     after_init(module.Indexer, set_epsilon)
     wrap(module.Indexer, "__call__", _choosing)
     wrap(module.DeepseekV32Attention, "__call__", _attending)
+    wrap(module.DeepseekV32Model, "__call__", _forgetting)
+
+
+def glm_moe_dsa(module: ModuleType) -> None:
+    """Adds layers that share an earlier one's choice of positions."""
+    base: Any = module.ModelArgs
+
+    @dataclass
+    class ModelArgs(base):
+        indexer_types: list[str] | None = None
+        index_topk_pattern: str | list[str] | None = None
+        index_topk_freq: int = 1
+        index_skip_topk_offset: int = 2
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            self.indexer_types = self.indexer_types or _kinds(self)
+            if self.indexer_types[0] != _FULL or not {*self.indexer_types} <= {_FULL, _SHARED}:
+                raise ValueError(
+                    f"indexer_types of config.json is {self.indexer_types}: expected "
+                    f"{_FULL!r} for the first layer, and {_FULL!r} or {_SHARED!r} for others"
+                )
+
+    def share(model: Any, args: Any) -> None:
+        choice = _Choice()
+        for layer, kind in zip(model.layers, args.indexer_types, strict=True):
+            if kind == _SHARED:
+                layer.self_attn.indexer = _SharedIndexer(choice)
+            else:
+                layer.self_attn.indexer.choice = choice
+        model.model.choice = choice
+
+    def make_cache(self: Any) -> list[Any]:
+        return [
+            CacheList(KVCache()) if _is_shared(layer) else CacheList(KVCache(), KVCache())
+            for layer in self.layers
+        ]
+
+    module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
+    after_init(module.Model, share)
+    module.Model.make_cache = make_cache
+
+
+def _kinds(args: Any) -> Sequence[str]:
+    """Returns the layers' kinds of indexers where config.json does not list them.
+
+    As `GlmMoeDsaConfig` of transformers derives them.
+    """
+    if (pattern := args.index_topk_pattern) is not None:
+        letters = {"F": _FULL, "S": _SHARED}
+        return [letters[letter] for letter in pattern] if isinstance(pattern, str) else pattern
+    every, first = max(args.index_topk_freq, 1), args.index_skip_topk_offset
+    layers = range(args.num_hidden_layers)
+    return [_SHARED if max(index - first + 1, 0) % every else _FULL for index in layers]
+
+
+def _is_shared(layer: Any) -> bool:
+    return isinstance(layer.self_attn.indexer, _SharedIndexer)
+
+
+def _forgetting(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    """Drops the choice at the end of a forward: it would keep the forward's arrays."""
+
+    def call(self: Any, *args: Any, **options: Any) -> mx.array:
+        try:
+            return forward(self, *args, **options)
+        finally:
+            if (choice := getattr(self, "choice", None)) is not None:
+                choice.newest = None
+
+    return call
 
 
 def _choosing(dense: Callable[..., Any]) -> Callable[..., Any]:
     def choose(self: Any, x: mx.array, qr: mx.array, mask: Any, cache: Any = None) -> Any:
-        if not isinstance(cache, AttendingCache):
-            return dense(self, x, qr, mask, cache)
-        queries = mx.unflatten(self.wq_b(qr), -1, (self.n_heads, self.head_dim)).swapaxes(1, 2)
-        keys = self.k_norm(self.wk(x))[:, None]
-        queries, keys = (self.rope(rows, offset=cache.offset) for rows in (queries, keys))
-        weights = self.weights_proj(x).astype(mx.float32)
-        weights = weights * (self.n_heads**-0.5 * self.softmax_scale)
-        return cache.choose(keys, queries, weights, self.index_topk)
+        chosen = _chosen(dense, self, x, qr, mask, cache)
+        if (choice := getattr(self, "choice", None)) is not None:
+            choice.newest = chosen
+        return chosen
 
     return choose
 
 
+def _chosen(
+    dense: Callable[..., Any], self: Any, x: mx.array, qr: mx.array, mask: Any, cache: Any
+) -> Any:
+    if not isinstance(cache, AttendingCache):
+        return dense(self, x, qr, mask, cache)
+    queries = mx.unflatten(self.wq_b(qr), -1, (self.n_heads, self.head_dim)).swapaxes(1, 2)
+    keys = self.k_norm(self.wk(x))[:, None]
+    queries, keys = (self.rope(rows, offset=cache.offset) for rows in (queries, keys))
+    weights = self.weights_proj(x).astype(mx.float32)
+    weights = weights * (self.n_heads**-0.5 * self.softmax_scale)
+    return cache.choose(keys, queries, weights, self.index_topk)
+
+
 def _attending(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        own = None
+        if cache is not None:
+            shares = isinstance(self.indexer, _SharedIndexer)
+            own = _NoKeys(mx.zeros(1), mx.zeros(1)) if shares else cache[1]
         if cache is None or not isinstance(cache[0], AttendingCache):
-            return dense(self, x, mask, cache)
-        latents, index = cache
+            return dense(self, x, mask, None if cache is None else (cache[0], own))
+        latents = cache[0]
         normed = self.q_a_layernorm(self.q_a_proj(x))
         queries = mx.unflatten(self.q_b_proj(normed), -1, (self.num_heads, self.q_head_dim))
         queries, rotated = mx.split(queries.swapaxes(1, 2), [self.qk_nope_head_dim], axis=-1)
@@ -58,7 +175,7 @@ def _attending(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
         latents.update_and_fetch(
             self.kv_a_layernorm(latent)[:, None], self.rope(key[:, None], latents.offset)
         )
-        chosen = self.indexer(x, normed, None, cache=index)
+        chosen = self.indexer(x, normed, None, cache=own)
         projections = self.embed_q, self.unembed_out
         out = latents.attend_chosen(queries, rotated, *projections, self.scale, chosen)
         projected: mx.array = self.o_proj(joined(out))
