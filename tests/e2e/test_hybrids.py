@@ -341,8 +341,8 @@ def test_engines_in_processes_of_their_own_prefill_and_decode(folders, name, blo
     prefill_and_decode(folders[name], block_size or (32 if name == "mamba2" else None))
 
 
-#: The family whose states mlx-lm divides by heads.
-BY_HEADS = "qwen3_5_text"
+#: Families that mlx-lm divides by heads: one with states, one whose index keys each rank has.
+BY_HEADS = {"qwen3_5_text": {"num_key_value_heads": 2}, "deepseek_v32": {}}
 
 
 @pytest.mark.usefixtures("spawned")
@@ -350,7 +350,7 @@ BY_HEADS = "qwen3_5_text"
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(BY_HEADS, marks=pytest.mark.more),
+        *(pytest.param(name, marks=pytest.mark.more) for name in BY_HEADS),
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("falcon_h1", "qwen3_next", "lfm2", "jamba", "mamba2", "recurrent_gemma")
@@ -360,8 +360,9 @@ BY_HEADS = "qwen3_5_text"
 def test_ranks_of_an_engine_in_its_own_process(folders, name, block_size, tmp_path):
     """Workers keep states at ends of blocks; the engine, elsewhere, must end chunks there."""
     shape, model = {"pipeline_parallel_size": 2}, folders.get(name)
-    if name == BY_HEADS:
-        made = published.make(published.FAMILIES[name], num_key_value_heads=2, vocab_size=VOCAB)
+    if name in BY_HEADS:
+        changes = BY_HEADS[name] | {"vocab_size": VOCAB}
+        made = published.make(published.FAMILIES[name], **changes)
         shape, model = {"tensor_parallel_size": 2}, published.write(made, tmp_path / "model")
     dense, prompts = Dense(model), prompts_of(8)
     with hybrid_engine(model, block_size=block_size, **shape) as llm:

@@ -89,7 +89,10 @@ _SPARSE = _COMMON | {
     "index_n_heads": 16,
     "index_head_dim": 24,
     "index_topk": 20,
-    "n_routed_experts": None,
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
     "attention_bias": False,
 }
 #: Sizes that hide no constant: an odd vocabulary, a hidden size that is no square, seven query

@@ -18,6 +18,7 @@ from metal_kernels.selfcheck import CHOICES, Case, Check, Outcome, StateKind, ch
 from tests.metal_kernels.doubles import Refusing
 from tests.metal_kernels.selfchecks import check, in_use
 from vllm_metal.device import selfcheck, tuned
+from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import AttentionLayer, RunLayer, SequenceLayer
 from vllm_metal.engine.attention.paged_cache import LayerRotation
 from vllm_metal.engine.attention.recurrent_ops import Convolution, Recurrence, RecurrentOps
@@ -279,6 +280,30 @@ def test_what_fails_costs_itself_only(monkeypatch, warned, name):
         assert_right(chosen, SHAPE)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "metal")
     assert isinstance(kv_backend(), KernelBackend)
+
+
+SPARSE = [replace(LATENTS, topk=64), IndexLayer.of("layers.0.1", 8, 128, 64)]
+
+
+def test_keys_of_an_indexer_are_written_and_gathered_only():
+    latents, keys = choice.needed_cases(SPARSE, mx.bfloat16, mx.int8, 16)
+    assert "decode" in in_use(latents)
+    assert in_use(keys) == ["kv_write", "kv_gather", "kv_blocks"]
+
+
+@pytest.mark.parametrize("failing", ["kv_gather", "gathered"])
+def test_sparse_attention_needs_gathers(monkeypatch, warned, failing):
+    found_where(monkeypatch, lambda case, one: one.kernel == failing)
+    chosen = kv_backend(SPARSE)
+    assert (chosen is SCATTER) == (failing == "kv_gather")
+    if isinstance(chosen, KernelBackend):
+        assert not chosen.tiles  # all of them, and none is asked of the indexer's keys
+
+
+def test_an_indexers_keys_have_a_size_of_the_kernels(warned):
+    assert kv_backend([SPARSE[0], IndexLayer.of("layers.0.1", 8, 24, 64)]) is SCATTER
+    (line,) = warned
+    assert "the indexer's keys: head size 24 is not supported" in line
 
 
 def test_without_gathers_no_keys_and_values_are_built_of_latents(monkeypatch, warned):
@@ -561,6 +586,18 @@ def test_the_memory_of_what_is_built_of_latents_is_measured():
     built = 3000 * LATENTS.num_heads * (32 + 64 + 32) * F32.size
     assert built < mx.get_peak_memory() - before < 2**28
     assert not LATENTS.gathers(KernelBackend(reads_contexts=False))
+
+
+@pytest.mark.parametrize("layer", SPARSE, ids=["latents", "index keys"])
+def test_the_memory_of_sparse_attention_is_measured_and_bounded(layer):
+    """At once, scores of 4096 tokens and rows of these would take three times the bound."""
+    layer = replace(layer, num_heads=64)
+    assert layer.gathers(KERNELS) and layer.gathers(SCATTER)
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    layer.profile(3000, StepBounds(4096, 4, 16), F32, F32, SCATTER)
+    assert 2**27 < mx.get_peak_memory() - before < 2**31  # MLX's CPU backend runs ahead
 
 
 TABLES = np.array([range(40), [40, 41] * 20], np.int32)  # of two requests

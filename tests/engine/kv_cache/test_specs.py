@@ -8,6 +8,7 @@ import pytest
 from engine.kv_cache.planned import planned
 from pairs import valuewise
 
+from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import AttentionLayer
 from vllm_metal.engine.attention.recurrent_layer import RunLayer
 from vllm_metal.engine.kv_cache.scatter import SCATTER
@@ -38,7 +39,17 @@ def layers(prefix, count, kv_heads, head_size, window=None, full_every=1):
     ]
 
 
+#: Latents, and an indexer's keys beside those of every other layer.
+SPARSE = [
+    layer
+    for index in range(4)
+    for layer in (
+        AttentionLayer(f"layers.{index}.0", 4, 1, 576, None, value_size=512, latent=True, topk=64),
+        *([IndexLayer.of(f"layers.{index}.1", 4, 128, 64)] if index % 2 else []),
+    )
+]
 CASES = {
+    "latents and index keys": ([*SPARSE, *layers("draft.", 2, 2, 64)], 1),
     "one shape": ([*layers("", 6, 2, 64), *layers("draft.", 2, 2, 64)], 1),
     "two shapes": ([*layers("", 6, 4, 64), *layers("draft.", 3, 2, 64)], 1),
     "same bytes, two shapes": ([*layers("", 6, 4, 32), *layers("draft.", 3, 2, 64)], 1),
@@ -98,6 +109,8 @@ def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
 def test_a_token_takes_its_elements_and_two_bytes_of_scale_where_they_are_codes(dtype, per_row):
     for spec in kv_cache_specs(layers("", 6, 3, 64, 32, 3), BLOCK, dtype).values():
         assert spec.page_size_bytes == BLOCK * 2 * 3 * per_row  # K and V of three heads
+    keys = kv_cache_specs([IndexLayer.of("layers.0.1", 4, 64, 8)], BLOCK, dtype)["layers.0.1"]
+    assert keys.page_size_bytes == BLOCK * per_row  # K alone, of one head
 
 
 def test_windows_free_blocks_beside_few_heads_and_states(config):

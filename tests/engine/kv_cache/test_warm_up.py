@@ -16,6 +16,8 @@ from metal_kernels.kv_write import RotationKind
 from metal_kernels.paged_attention import Tiles
 from tests.engine.models.recurrent import FAMILIES, make_model
 from tests.metal_kernels.doubles import Recorder
+from vllm_metal.engine.attention import sparse
+from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import AttentionLayer, attention_layers
 from vllm_metal.engine.attention.paged_cache import LayerRotation
 from vllm_metal.engine.kv_cache.gathered import ByMLX
@@ -153,6 +155,29 @@ def test_contexts_of_latents_are_gathered_once_before_any_prompt(pool_dtype):
         assert len(state.contexts(plan, plan.prompts)) == 2
     assert recorder.pipelines - compiled == set()
     assert "kv_gather" in {pipeline.kernel for pipeline in compiled}
+
+
+@pytest.mark.parametrize("pool_dtype", [mx.float16, mx.uint8], ids=str)
+def test_sparse_attention_gathers_by_pipelines_that_are_there(pool_dtype):
+    latents = AttentionLayer("layers.0", 2, 1, 576, None, value_size=512, latent=True, topk=64)
+    index = IndexLayer.of("layers.0.1", 2, 128, 64)
+    recorder = Recorder()
+    with kernel.using(recorder.metal_kernel):
+        compile_kernels(KERNELS, [latents, index], mx.float16, pool_dtype, BLOCK_SIZE)
+        compiled = set(recorder.pipelines)
+        states, plans = [], []
+        for layer in (latents, index):
+            states.append(layer.allocate(NUM_BLOCKS, BLOCK_SIZE, pool_dtype, KERNELS))
+            plans.append(layer.scope(states[-1]).plan_of(layout([(300, 9), (3, 2), (70, 1)])))
+            rows = mx.zeros((12, 1, layer.head_size), mx.float16)
+            states[-1].write(plans[-1], rows, rows)
+        given = mx.zeros((12, 2, 128), mx.float16), mx.zeros((12, 2)), mx.zeros(12, mx.int32)
+        places = sparse.choose(states[1], plans[1], plans[1].sparse, *given, 64)
+        assert places.shape == (10, 64)
+        queries = mx.zeros((10, 2, 576), mx.float16)
+        mx.eval(sparse.attend(states[0], plans[0], queries, places, 1.0, None))
+    assert recorder.pipelines - compiled == set()
+    assert sum(pipeline.kernel == "kv_gather" for pipeline in compiled) == 2
 
 
 def test_nothing_is_compiled_that_no_step_asks_for():

@@ -5,7 +5,7 @@ from engine.models import latent, recurrent
 from engine.models.latent import EXPERTS, KDA, MLA
 from engine.models.recurrent import DELTA, MOE, Family
 
-_INDEXER = {"index_head_dim": 16, "index_n_heads": 8, "index_topk": 8}
+_INDEXER = {"index_head_dim": 16, "index_n_heads": 16, "index_topk": 8}
 _BAILING = {
     "num_hidden_layers": 4,
     "num_key_value_heads": 4,

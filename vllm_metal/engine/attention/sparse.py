@@ -153,8 +153,8 @@ def attend(
 def rows_per_call(queries: mx.array, topk: int) -> int:
     """Returns the number of tokens that attend in one call."""
     _, num_heads, size = queries.shape
-    # The pool's rows, the same in the queries' dtype, and scores with their weights.
-    row = 2 * size * queries.dtype.size + 2 * num_heads * mx.float32.size
+    # Rows of the pool, of the step, and twice both; products, scores and their weights.
+    row = 4 * size * queries.dtype.size + 3 * num_heads * mx.float32.size
     return max(MAX_BYTES // (topk * row), 1)
 
 
