@@ -6,7 +6,7 @@ import pytest
 from e2e.disk import HITS
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
 from e2e.peers import consumer, decode, free_port, prefill, producer
-from engine.models import latent, published
+from engine.models import further, latent, published
 from engine.models.recurrent import FAMILIES, VOCAB, Family, write_model
 
 from vllm_metal.engine.models.executor import ModelExecutor
@@ -246,6 +246,20 @@ def test_random_traffic(folders, seed):
 
 def disk_options(folder):
     return {"additional_config": {"prefix_cache_dir": str(folder), "fixed_draft_length": True}}
+
+
+@pytest.mark.more
+def test_index_keys_leave_the_pool_with_the_latents(tmp_path):
+    """They come back from a disk, and reach an engine that decodes what another one computed."""
+    model = write_model(further.FAMILIES["glm_moe_dsa"], tmp_path / "model")
+    dense, prompts = Dense(model), prompts_of(8)
+    for start in range(2):
+        with hybrid_engine(model, **disk_options(tmp_path / "disk")) as llm:
+            for prompt, tokens in zip(prompts, generate(llm, prompts, greedy_ids()), strict=True):
+                dense.check(prompt, tokens)
+            run_out(llm)
+            assert (counters(llm).get(HITS, 0) > 0) == (start == 1)
+    prefill_and_decode(model, block_size=None)
 
 
 @families()

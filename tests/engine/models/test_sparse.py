@@ -15,17 +15,19 @@ import pytest
 import torch
 from engine.models.further import FAMILIES
 from engine.models.published import FAMILIES as PUBLISHED
-from engine.models.published import VOCAB, log_probabilities, make, write
+from engine.models.published import VOCAB, configuration, log_probabilities, make, write
 from engine.models.recurrent import make_model
 from engine.models.test_executor import BLOCK
 from engine.models.test_latent_prompts import Served
 from mlx_lm.models.cache import make_prompt_cache
+from transformers import GlmMoeDsaConfig
 
 from metal_kernels import kernel
 from vllm_metal.engine.attention import sparse
 from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
 from vllm_metal.engine.models.loader import lazy_model
+from vllm_metal.patches.mlx_patches import registry
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -46,8 +48,9 @@ def published(tmp_path_factory):
     """Of changes of the configuration: our model, and transformers'."""
 
     @functools.cache
-    def of(**changes):
-        model = make(PUBLISHED[NAME], index_topk=TOPK, max_position_embeddings=640, **changes)
+    def of(index_topk=TOPK, **changes):
+        changes |= {"index_topk": index_topk, "max_position_embeddings": 640}
+        model = make(PUBLISHED[NAME], **changes)
         folder = tmp_path_factory.mktemp("published")
         write(model, folder)
         return lazy_model(folder, mx.float32), model
@@ -77,8 +80,10 @@ def in_chunks(served):
     return [np.concatenate(parts) for parts in found]
 
 
-def test_chunks_of_a_mixed_batch_equal_transformers(published):
-    ours, theirs = published()
+@pytest.mark.parametrize("topk", [TOPK, 64])
+def test_chunks_of_a_mixed_batch_equal_transformers(published, topk):
+    """A chunk that begins with 64 tokens that attend to all builds keys and values of these."""
+    ours, theirs = published(index_topk=topk)
     expected = log_probabilities(theirs, texts())
     assert len(set(np.concatenate(expected).argmax(-1).tolist())) > 20
     for found, wanted in zip(in_chunks(Served(ours, NAME, texts())), expected, strict=True):
@@ -207,17 +212,41 @@ class Counted:
         monkeypatch.setattr(ScatterKVCache, "keys_at", at)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "derived"),
+    [
+        ({}, ["full"] * 4),
+        ({"index_topk_freq": 2}, ["full", "full", "shared", "full"]),
+        ({"index_topk_pattern": "FSSF"}, ["full", "shared", "shared", "full"]),
+        ({"indexer_types": ["shared", "full", "full", "full"]}, None),
+        ({"indexer_types": ["full", "shared"]}, None),
+    ],
+)
+def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
+    """Or rejected where a layer would have nothing to attend to."""
+    config = configuration(PUBLISHED[NAME]).to_dict()
+    del config["indexer_types"]
+    config |= kinds | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
+    _, arguments = registry.classes(dict(config))
+    if derived is None:
+        with pytest.raises(ValueError, match="indexer_types"):
+            arguments.from_dict(config)
+        return
+    assert arguments.from_dict(config).indexer_types == derived
+    assert GlmMoeDsaConfig(num_hidden_layers=4, **kinds).indexer_types == derived
+
+
 def test_a_layer_reads_each_context_and_each_chosen_row_once(published, monkeypatch):
     """However many calls its scores take. Contexts are padded to whole blocks."""
     ours, _ = published()
-    num_layers = len(ours.layers)
+    num_layers = len(ours.layers)  # of which every second has an indexer
     served = Served(ours, NAME, texts())
     served.step([0] * 5, {0: 256})
     monkeypatch.setattr(sparse, "MAX_SCORES", 2**14)
     monkeypatch.setattr(sparse, "MAX_BYTES", 2**16)
     counted = Counted(monkeypatch)
     served.step([256, 0, 0, 0, 0], {0: 100, 4: 20})  # the second attends to all
-    assert counted.index_rows == [-(-356 // BLOCK) * BLOCK] * num_layers
+    assert counted.index_rows == [-(-356 // BLOCK) * BLOCK] * (num_layers // 2)
     assert sum(counted.chosen_rows) == 100 * TOPK * num_layers
     assert len(counted.chosen_rows) > num_layers
 

@@ -79,10 +79,12 @@ def glm_moe_dsa(module: ModuleType) -> None:
         def __post_init__(self) -> None:
             super().__post_init__()
             self.indexer_types = self.indexer_types or _kinds(self)
-            if self.indexer_types[0] != _FULL or not {*self.indexer_types} <= {_FULL, _SHARED}:
+            kinds = self.indexer_types
+            known = {*kinds} <= {_FULL, _SHARED} and len(kinds) == self.num_hidden_layers
+            if not known or kinds[0] != _FULL:
                 raise ValueError(
-                    f"indexer_types of config.json is {self.indexer_types}: expected "
-                    f"{_FULL!r} for the first layer, and {_FULL!r} or {_SHARED!r} for others"
+                    f"indexer_types of config.json: expected {_FULL!r} for the first layer and "
+                    f"{_FULL!r} or {_SHARED!r} for each of the {self.num_hidden_layers} layers"
                 )
 
     def share(model: Any, args: Any) -> None:
