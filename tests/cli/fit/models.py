@@ -65,7 +65,8 @@ CONVOLUTIONS = {
     "layer_types": ["conv", "full_attention", "conv", "full_attention"],
 }
 LATENTS = MLA | ROUTED | {"moe_intermediate_size": 64, "head_dim": None}
-INDEXER = {"index_n_heads": 4, "index_head_dim": 64, "index_topk": 64}
+INDEXER = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 64}
+OF_KERNELS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # as kernels want it
 TWO_SIZES = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -105,7 +106,7 @@ MODELS = {
 OTHERS = {
     "qwen3_next, states": ("qwen3_next", GROUPED | STATES | {"num_experts": 0}, None),
     "deepseek_v3, latents": ("deepseek_v3", LATENTS, None),
-    "deepseek_v32, index keys": ("deepseek_v32", LATENTS | INDEXER, None),
+    "deepseek_v32, index keys": ("deepseek_v32", LATENTS | INDEXER | OF_KERNELS, None),
     "gemma4, heads of two sizes": ("gemma4_text", GROUPED | TIED | TWO_SIZES, None),
     "gemma4, per layer": ("gemma4_text", GROUPED | TIED | PER_LAYER, None),
     "gemma4, per layer, 4 bits": ("gemma4_text", GROUPED | TIED | PER_LAYER, 4),

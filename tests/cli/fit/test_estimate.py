@@ -90,6 +90,21 @@ def test_bytes_of_a_token_are_those_of_the_formula(folder, name):
         assert found.token_bytes == token_bytes(name, *row)
 
 
+def test_sparse_attention_is_estimated_without_a_mac(folder):
+    """A Mac's kernels serve it: a step's chosen latents and scores are known without them."""
+    path = folder("deepseek_v32, index keys")
+    found = [
+        estimate(
+            read(path, torch.bfloat16),
+            settings(path, torch.bfloat16, max_num_batched_tokens=256, max_model_len=longest),
+            MAC,
+        )
+        for longest in (64, 512)
+    ]
+    assert found[0].token_bytes == 3 * (512 + 64 + 128) * 2
+    assert found[0].measured.attention < found[1].measured.attention
+
+
 def test_adapters_are_those_of_the_engine(folder):
     path = folder("llama")
     limits = engine.adapters(3, None, 8)

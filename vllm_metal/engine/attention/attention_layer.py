@@ -51,6 +51,7 @@ from vllm_metal.engine.kv_cache.layer_state import (
     Storage,
 )
 from vllm_metal.engine.kv_cache.packed import heads_of
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.separate_prompts import SeparatePrompts
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
@@ -319,7 +320,8 @@ class AttentionLayer(StatefulLayer):
         """
         if self.topk is not None and context > self.topk:
             rows = min(bounds.num_tokens, context - self.topk)
-            mx.eval(self._attend_to_chosen(rows, self.topk, dtype, elements, backend))
+            # Without kernels, which `fit` cannot launch; a kernel gathers with fewer copies.
+            mx.eval(self._attend_to_chosen(rows, self.topk, dtype, elements, SCATTER))
             context = self.topk  # of tokens that attend to all
         if heads := self._expanded_heads(backend):
             mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))

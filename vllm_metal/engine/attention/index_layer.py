@@ -25,6 +25,7 @@ from vllm_metal.engine.attention.paged_cache import PagedCache
 from vllm_metal.engine.kv_cache import sparse_tokens
 from vllm_metal.engine.kv_cache.layer_cache import KVBackend, LayerKVCache, parts_of
 from vllm_metal.engine.kv_cache.layer_state import LayerState, PlanT, StepLayout, StepScope
+from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.sparse_tokens import SparsePlan
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
 
@@ -155,7 +156,8 @@ class IndexLayer(AttentionLayer):
             (min(bounds.max_num_seqs, many), 1),
         ):
             layout = layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
-            mx.eval(self._choose_once(layout, self._topk, dtype, elements, backend))
+            # Without kernels, which `fit` cannot launch.
+            mx.eval(self._choose_once(layout, self._topk, dtype, elements, SCATTER))
 
 
 class IndexCache(PagedCache[PlanT]):

@@ -12,7 +12,7 @@ chosen in the same forward (`GlmMoeDsaAttention` of transformers). mlx-lm's modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -78,8 +78,7 @@ def glm_moe_dsa(module: ModuleType) -> None:
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.indexer_types = self.indexer_types or _kinds(self)
-            kinds = self.indexer_types
+            self.indexer_types = kinds = self.indexer_types or _kinds(self)
             known = {*kinds} <= {_FULL, _SHARED} and len(kinds) == self.num_hidden_layers
             if not known or kinds[0] != _FULL:
                 raise ValueError(
@@ -107,14 +106,14 @@ def glm_moe_dsa(module: ModuleType) -> None:
     module.Model.make_cache = make_cache
 
 
-def _kinds(args: Any) -> Sequence[str]:
+def _kinds(args: Any) -> list[str]:
     """Returns the layers' kinds of indexers where config.json does not list them.
 
     As `GlmMoeDsaConfig` of transformers derives them.
     """
     if (pattern := args.index_topk_pattern) is not None:
         letters = {"F": _FULL, "S": _SHARED}
-        return [letters[letter] for letter in pattern] if isinstance(pattern, str) else pattern
+        return [letters.get(kind, kind) for kind in pattern]
     every, first = max(args.index_topk_freq, 1), args.index_skip_topk_offset
     layers = range(args.num_hidden_layers)
     return [_SHARED if max(index - first + 1, 0) % every else _FULL for index in layers]
