@@ -64,7 +64,8 @@ GENERAL = frozenset().union(*WITHOUT_EFFECT.values())
 OF_FAMILY = {
     "bound to other keys": _names(
         "deepseek_*:head_dim deepseek_*:num_key_value_heads "
-        "glm4_moe_lite:num_key_value_heads longcat_flash:head_dim "
+        "glm4_moe_lite:num_key_value_heads glm_moe_dsa:num_key_value_heads "
+        "longcat_flash:head_dim "
         "longcat_flash:num_key_value_heads minicpm3:num_key_value_heads "
         "minicpm3:qk_rope_head_dim kimi_linear:num_key_value_heads "
         "mistral4:num_key_value_heads mistral4:rope_parameters.partial_rotary_factor "
@@ -84,6 +85,8 @@ OF_FAMILY = {
     ),
     "derived from other keys, or other keys say the same layer by layer": _names(
         "deepseek_*:qk_head_dim glm4_moe_lite:qk_head_dim kimi_linear:qk_head_dim "
+        "glm_moe_dsa:qk_head_dim glm_moe_dsa:head_dim glm_moe_dsa:first_k_dense_replace "
+        "deepseek_v32:first_k_dense_replace "
         "minicpm3:qk_head_dim mistral4:qk_head_dim minicpm3:head_dim deepseek_v2:head_dim "
         "kimi_linear:head_dim "
         "laguna:num_attention_heads *:sliding_window_pattern *:_sliding_window_pattern "
@@ -110,6 +113,7 @@ OF_FAMILY = {
         "phimoe:num_experts_per_tok dots1:max_window_layers nemotron_h:attention_bias "
         "nemotron_h:mamba_proj_bias nemotron_h:n_shared_experts nemotron_h:sliding_window "
         "nemotron_h:time_step_limit nemotron_h:tie_word_embeddings "
+        "deepseek_v32:mlp_bias glm_moe_dsa:mlp_bias "
         "kimi_linear:tie_word_embeddings mamba2:time_step_rank gpt_bigcode:num_key_value_heads"
     ),
 }
