@@ -48,5 +48,5 @@ def most_dispatches() -> int:
 
 
 def may_be_too_late() -> bool:
-    """Returns whether MLX was imported before the limit was raised, and may have used the GPU."""
+    """Returns whether MLX may have used the GPU before the limit of command buffers was raised."""
     return _too_late

@@ -35,9 +35,9 @@ def beginnings(
     block_tables: np.ndarray,
     block_size: int,
 ) -> Beginnings | None:
-    """Returns the shared prefixes that are faster with a dispatch of their own; None: none are.
+    """Returns the shared prefixes that are faster in a dispatch of their own; None if none are.
 
-    `rows`: packed rows of the decode tiles of `pieces`; `block_tables`: [R, W] int32.
+    `rows`: number of packed rows in a decode tile; `block_tables`: [R, W] int32.
     """
     if tiles.shared is None or not tiles.split or batch.window < NO_WINDOW:
         return None

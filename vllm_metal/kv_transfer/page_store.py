@@ -98,7 +98,7 @@ class PageStore:
         hints: Mapping[str, Any],
         wanted: Callable[[], bool],
     ) -> bool:
-        """Fills all rows with pages, or returns False; blocks. `hints`: for each store by name."""
+        """Fills all rows with pages, or returns False; blocking. `hints`: each store's, by name."""
         left = list(range(len(keys)))
         for name, store in self.stores.items():
             if not left or not wanted():

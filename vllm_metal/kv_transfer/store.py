@@ -158,7 +158,7 @@ class Lookup:
     def release(self, failed: bool) -> Lookup | None:
         """Releases the found pages; may be called again. `failed`: loading them failed.
 
-        Returns the lookup to use from now on; None: start a new one if the request restarts.
+        Returns the lookup for the request's later calls; None: look up anew if it restarts.
         """
         return self
 

@@ -122,7 +122,7 @@ class StoreJobs:
     def add_urgent(self, job_id: int, blocks: Mapping[bytes, int]) -> None:
         """Adds a job of complete blocks that peers want, copied first, with the current step.
 
-        `drop_urgent` drops pages not copied with it, as later steps may write to these blocks.
+        Later steps may write to these blocks, so `drop_urgent` drops pages not copied by then.
 
         Args:
             job_id: unique among all jobs.

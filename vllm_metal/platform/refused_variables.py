@@ -25,7 +25,7 @@ REFUSED_VARIABLES: dict[str, tuple[bool | str | None, str]] = {
 
 
 def refused_variables() -> dict[str, bool]:
-    """Maps each variable, in the words of the start error, to whether it is set."""
+    """Maps each unsupported variable, named as in the start error, to whether it is set."""
     return {
         f"{name} ({why})": envs.is_set(name) and envs.environment_variables[name]() != off
         for name, (off, why) in REFUSED_VARIABLES.items()

@@ -70,7 +70,7 @@ class Figures:
     threads: int  # of a threadgroup
 
     def slots(self, of_sum: float) -> float:
-        """Issue slots that a simdgroup needs per round, if a `simd_sum` takes `of_sum` slots."""
+        """Issue slots of a simdgroup per loop iteration, if a `simd_sum` takes `of_sum` slots."""
         slots = sum(SLOTS[kind] * count for kind, count in self.kinds.items() if kind in SLOTS)
         return slots + of_sum * self.kinds["sum"]
 
@@ -81,7 +81,7 @@ class Figures:
 
     @property
     def loaded(self) -> int:
-        """Bytes that a threadgroup loads per round."""
+        """Bytes that a threadgroup loads per iteration of the loop."""
         return sum(batch.bytes for batch in self.batches) * self.threads
 
 

@@ -30,9 +30,9 @@ def has_runs(layout: StepLayout, window: int | None) -> bool:
 
 
 def planned(layout: StepLayout, window: int | None, plan_of: Callable[[StepLayout], Any]) -> Any:
-    """Returns a step's plan whose `prompts` are its bidirectional runs.
+    """Returns a step's plan: bidirectional runs attend as its `prompts`, all other tokens as usual.
 
-    `plan_of` plans a layout of the tokens outside of runs; its plan must write all tokens.
+    `plan_of` plans the attention of the other tokens, and the writes of all tokens.
     """
     cut, whole = _split_at_runs(layout)
     found = SeparatePrompts.of(cut, whole)

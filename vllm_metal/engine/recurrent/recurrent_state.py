@@ -67,7 +67,7 @@ class StateFormat:
         return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=1)
 
     def from_bits(self, bits: mx.array) -> list[mx.array]:
-        """Unpacks [n, at least nbytes / size] integers into parts."""
+        """Unpacks [n, w] integers, one state of `nbytes` or more per row, into its arrays."""
         size, start, parts = bits.dtype.size, 0, []
         for shape, dtype, nbytes in zip(self.shapes, self.dtypes, self.part_bytes, strict=True):
             stop = start + nbytes // size

@@ -43,7 +43,7 @@ class RequestParameters(Protocol):
         prompt: Sequence[int],
         output: list[int],
     ) -> bool:
-        """Stores a request's parameters at an empty req_idx; returns whether it uses this part.
+        """Stores a request's parameters at an empty req_idx; returns whether it uses this feature.
 
         output: tokens that a resumed request has generated; else empty.
         """

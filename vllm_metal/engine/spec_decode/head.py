@@ -29,10 +29,10 @@ class Head(nn.Module):
         return hidden
 
     def rotate_by_three(self, axes: Axes) -> Rotation | None:
-        """Makes the head's layers rotate by a pass's ROTATION (`vision.rotation`).
+        """Makes the head's layers apply M-RoPE, with a pass's rotation (`vision.rotation`).
 
         Args:
-            axes: the target's.
+            axes: the coordinate that each of the target's frequencies rotates by.
 
         Returns:
             The rotation of its positions; None if each token has a single position.

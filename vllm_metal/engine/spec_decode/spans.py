@@ -78,7 +78,7 @@ class Spans:
         Args:
             input_ids: [T] int32.
             logits_indices: [N] int32, tokens to compute logits for; None: all.
-            lag: how far these positions exceed the requests' true ones; None: they are exact.
+            lag: how far the spans' positions exceed the requests' true ones; None: they are exact.
             stored_np: [T] bool, tokens whose K/V are stored; None: all.
         """
         return Rows(

@@ -36,7 +36,7 @@ class BoundedEmbedding(nn.Module):
 
 
 def bounded(embedding: nn.Module, config: VllmConfig) -> nn.Module:
-    """Wraps an embedding if it has fewer rows than the target has token ids."""
+    """Returns an embedding that accepts all token ids of the target, also those beyond its rows."""
     rows = len(embedding.weight)
     return (
         embedding if rows >= config.model_config.get_vocab_size() else BoundedEmbedding(embedding)

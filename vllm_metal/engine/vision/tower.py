@@ -63,7 +63,7 @@ class Tower(nn.Module, ABC):
         """Inputs of `encode` for an image of about `rows` tokens, used to measure memory."""
 
     def check_fixed(self, config: Config, **fixed: Any) -> None:
-        """Raises ModelLoadError if a key has a value that mlx-vlm's modules do not compute."""
+        """Raises ModelLoadError if a key of `fixed` has another value in `config`."""
         for key, value in fixed.items():
             if config.get(key, value) != value:
                 raise ModelLoadError(

@@ -376,8 +376,8 @@ class ModelRunner:
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Drafts for vLLM's scheduler to reserve tokens for; None without speculation.
 
-        With async scheduling they are those of the step already laid out, which the scheduler
-        checks against grammars; otherwise those that follow the newest step.
+        With async scheduling, the drafts of the step that is laid out but not submitted, for the
+        scheduler to check against grammars; otherwise the drafts after the newest step.
         """
         if self._speculator is None or self._newest is None:
             return None
@@ -401,7 +401,7 @@ class ModelRunner:
         self._early_reads.after_submit()
 
     def read_tables(self) -> None:
-        """Reads rows of tables on disk, by tokens of the step before: waits for them."""
+        """Reads the step's rows of tables on disk, after waiting for the tokens sampled before."""
         rows = self._model.table_rows
         if rows.are_due and self._newest is not None:
             with self._clock.waiting():

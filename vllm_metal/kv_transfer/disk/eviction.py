@@ -66,7 +66,7 @@ def remove_counted(
 
 
 def remove_blockless(root: Path) -> int:
-    """Removes folders of fingerprints without blocks; returns the bytes of their manifests."""
+    """Removes fingerprints' folders that hold no blocks; returns how many bytes this freed."""
     return sum(_remove_emptied(root / name) for name in layout.fingerprints(root))
 
 

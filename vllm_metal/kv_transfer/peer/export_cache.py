@@ -135,11 +135,11 @@ class ExportCache:
         """Copies a page; a page that is already there stays, and counts as used.
 
         Args:
-            used_at: arrival time of its text, on any clock.
+            used_at: when the page's text arrived; only compared with other pages' times.
             generation: the `generation` that the page belongs to; None: the current one.
 
         Returns:
-            False if there is no room beside leased pages and those of later texts, the page was
+            False if leased pages and pages of later texts leave no room, the page was
             discarded during the copy, or the cache was cleared since that generation.
         """
         size = page.nbytes

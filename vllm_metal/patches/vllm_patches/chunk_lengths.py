@@ -89,7 +89,7 @@ class ChunkLengths:
         """Records how long a step took.
 
         Args:
-            work: the step's work; only steps without decode rows may be summed.
+            work: the step's work, or the sum over several steps without decode rows.
             seconds: since the end of the previous step; positive.
         """
         if not work.prefill_tokens:

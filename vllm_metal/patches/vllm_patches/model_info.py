@@ -178,9 +178,9 @@ def _images_alone(
 
 
 def register_models() -> None:
-    """Registers all architectures of text models and draft heads, and those with images.
+    """Registers the properties of all architectures: text models, draft heads, those with images.
 
-    Otherwise vLLM imports its own class in a new process to read these properties. That takes
+    Otherwise vLLM imports its own class in a new process to read the properties. That takes
     seconds at a first start, and fails if the class needs packages or a processor that serving text
     does not. Multimodal architectures count as text models if mlx-vlm, which has the towers, is not
     installed and mlx-lm has their text model. All other architectures remain vLLM's.

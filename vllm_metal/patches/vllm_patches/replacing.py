@@ -16,9 +16,8 @@ _OURS = "_vllm_metal_ours"
 def replace(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     """Replaces `owner.name` by a function that calls `ours`, once.
 
-    A second function of ours wraps the first. Functions are identified by name: one that is made
-    anew by each call replaces its predecessor, so that the settings in its closure are those of the
-    engine that started last.
+    A later call with another function wraps the first one. A function of the same name replaces its
+    predecessor: if each engine makes one, the closure's settings are those of the newest engine.
 
     Args:
         owner: a module or class of vLLM.

@@ -13,7 +13,7 @@ from vllm_metal.engine.weights.layers import dense_rows
 
 
 def of_bert(model: Any) -> torch.nn.Module:
-    """Returns BERT's head: the layer of mlx-vlm's pooler, then labels; [R, H] to [R, labels]."""
+    """Returns BERT's classifier, after the pooler's dense layer: [R, H] to [R, labels]."""
     return torch.nn.Sequential(
         _linear(model.pooler.dense), torch.nn.Tanh(), _linear(model.classifier)
     )
