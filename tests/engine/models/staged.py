@@ -61,7 +61,7 @@ def whole(module: str) -> Any:
     """A small model, its weights drawn so that each has a part in the result."""
     mx.random.seed(4)
     model = matrix.small_model(module)
-    recurrent._draw(model)
+    recurrent.draw(model)
     mx.eval(model.parameters())
     return model
 
