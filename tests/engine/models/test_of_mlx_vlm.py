@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text models that only mlx-vlm has a module for: paged equals mlx-vlm's own dense forward."""
 
-from dataclasses import replace
+import json
 from pathlib import Path
 
 import mlx.core as mx
@@ -53,11 +53,21 @@ def test_models_that_cannot_be_served_are_rejected(name):
 
 
 @pytest.mark.more
-def test_a_prompt_that_sees_what_follows_is_rejected(tmp_path):
-    family = of_mlx_vlm.FAMILIES["hrm_text"]
-    published = replace(family, config=family.config | {"prefix_lm": True})
-    with pytest.raises(ModelLoadError, match=r"prefix_lm=True.*supports only False"):
-        lazy_model(Path(write_model(published, tmp_path)), mx.float32)
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("hrm_text", {"prefix_lm": True}, r"prefix_lm=True.*supports only False"),
+        ("kolibri1", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*supports only silu"),
+    ],
+)
+def test_a_value_that_is_not_computed_is_rejected(name, keys, message, tmp_path):
+    folder = Path(write_model(of_mlx_vlm.FAMILIES[name], tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    text |= keys
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=message):
+        lazy_model(folder, mx.float32)
 
 
 @pytest.mark.parametrize("name", cases(of_mlx_vlm.FAMILIES, QUICK))

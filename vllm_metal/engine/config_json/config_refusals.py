@@ -100,19 +100,20 @@ def check(config: Config, module: str, read: set[str]) -> None:
         ModelLoadError: the module does not compute a setting, or the config contradicts itself.
     """
     fixed_values.check(config, module)
-    _check_activation(config, module, read)
+    _check_activation(config, module)
     _check_agreement(config, read)
     _check_blocks(config)
     if module not in READ_ROPE:
         _check_rope(config, module, read)
 
 
-def _check_activation(config: Config, module: str, read: set[str]) -> None:
+def _check_activation(config: Config, module: str) -> None:
+    # Some of these modules name the key among their arguments and do not use it.
     computed = _ACTIVATIONS.get(module)
     if computed is None:
         return
     for key in _ACTIVATION_KEYS:
-        if key not in read and (named := config.get(key)) is not None and named not in computed:
+        if (named := config.get(key)) is not None and named not in computed:
             raise ModelLoadError(
                 f"config.json sets {key}={named!r}, but mlx-lm's module {module!r} supports "
                 f"only {' or '.join(sorted(computed))}"
