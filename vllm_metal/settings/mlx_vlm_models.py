@@ -33,6 +33,12 @@ _INKLING = TextModel("inkling", ("InklingForConditionalGeneration",))
 MLX_VLM_MODELS: Mapping[str, TextModel] = {
     "cohere2_moe": TextModel("cohere2_moe"),
     "flint": TextModel("flint"),
+    "glm_ocr": TextModel(
+        "glm_ocr",
+        architectures=("GlmOcrForConditionalGeneration",),
+        towers=("vision_tower",),
+        position_axes="cbt",
+    ),
     "hrm_text": TextModel("hrm_text"),
     "inkling": _INKLING,
     "inkling_mm_model": _INKLING,

@@ -74,6 +74,6 @@ WITHOUT_ROW = _names("""
 keeps an indexer's keys beside K and V: deepseek_v4 glm5_next hy_v4 longcat_flash_sparse qwen4_exp
 has attention over images in its layers: mllama
 keeps positions of one text in its module: cohere_compass falcon_ocr falcon_perception
-is the text model of images, not compared with transformers yet: ernie4_5_moe_vl glm_ocr jina_vlm
+is the text model of images, not compared with transformers yet: ernie4_5_moe_vl jina_vlm
 is the text model of images, compared with nothing yet: molmo molmo2 moondream3 zaya1_vl
 """)

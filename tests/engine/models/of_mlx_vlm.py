@@ -96,6 +96,27 @@ FAMILIES = {
             layer_types=LAYERS,
             sliding_window=7,
         ),
+        Family(
+            "glm_ocr",
+            "GlmOcrForConditionalGeneration",
+            {
+                "text_config": ODD
+                | HEAD
+                | {
+                    "model_type": "glm_ocr_text",
+                    "attention_bias": False,
+                    "hidden_act": "silu",
+                    "num_nextn_predict_layers": 1,
+                    "rope_parameters": {
+                        "rope_type": "default",
+                        "rope_theta": 700.0,
+                        "partial_rotary_factor": 0.5,
+                        "mrope_section": [1, 1, 2],
+                    },
+                },
+                "vision_config": {"model_type": "glm_ocr_vision", "depth": 2},
+            },
+        ),
         # The same layers in several cycles, each with K and V of its own.
         _family(
             "hrm_text",

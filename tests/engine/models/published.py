@@ -533,6 +533,23 @@ FAMILIES: dict[str, Published] = {
     }.items()
 }
 FAMILIES |= {
+    "glm_ocr": Published(
+        "glm_ocr",
+        {
+            "text_config": _COMMON
+            | _HEAD
+            | _rope(700.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 2]),
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+                "out_hidden_size": 72,
+            },
+            "tie_word_embeddings": False,
+        },
+        common=False,
+    ),
     "gpt2": Published("gpt2", _GPT | {"n_inner": 288}, common=False),
     "gpt_bigcode": Published("gpt_bigcode", _GPT | {"n_inner": 288}, common=False),
     "gptj": Published("gptj", _GPT | {"rotary_dim": 6}, common=False),

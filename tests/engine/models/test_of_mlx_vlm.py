@@ -57,6 +57,8 @@ def test_models_that_cannot_be_served_are_rejected(name):
     ("name", "keys", "message"),
     [
         ("hrm_text", {"prefix_lm": True}, r"prefix_lm=True.*supports only False"),
+        ("glm_ocr", {"attention_bias": True}, r"attention_bias=True.*supports only False"),
+        ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type"),
         ("kolibri1", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*supports only silu"),
     ],
 )

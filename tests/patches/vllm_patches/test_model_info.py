@@ -31,6 +31,7 @@ REASONS = {
 }
 #: Text parts of multimodal models and the draft heads of such: served without images and sound.
 TEXT_PARTS = {
+    "GlmOcrForConditionalGeneration",
     "InklingForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "KimiVLForConditionalGeneration",

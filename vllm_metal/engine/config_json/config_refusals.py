@@ -20,7 +20,7 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 #: Modules that read `rope_parameters` themselves.
 READ_ROPE = names(
-    "gemma4_text glm_moe_dsa laguna mellum minimax_m3_vl ministral3 mistral4 muse_glimmer "
+    "gemma4_text glm_moe_dsa glm_ocr laguna mellum minimax_m3_vl ministral3 mistral4 muse_glimmer "
     "muse_spark qwen3 qwen3_5 spark2_5"
 )
 #: Modules that rotate whole heads whatever share is configured; see `ropes`.
@@ -69,7 +69,8 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
             "minimax ministral3 mistral4 mixtral nanbeige olmo2 olmo3 olmo_hybrid olmoe "
             "openelm phi3 phimoe plamo plamo2 plamo3 qwen qwen2 qwen2_moe qwen3 qwen3_5 qwen3_moe "
             "qwen3_next seed_oss smollm3 solar_open stablelm step3p5 step3p7 talkie "
-            "telechat3 xing4_0 youtu_llm flint hrm_text k2_horizon kolibri1 mistral_large3"
+            "telechat3 xing4_0 youtu_llm flint hrm_text k2_horizon kolibri1 mistral_large3 "
+            "glm_ocr"
         ),
         _SILU,
     ),

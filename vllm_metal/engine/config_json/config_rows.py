@@ -307,6 +307,7 @@ ROPE_ROWS: Sequence[Row] = (
 )
 ROWS: Sequence[Row] = (
     Row("head_dim", _head_dim, no_default=True),
+    Row("head_dim", _head_dim, ("glm_ocr",)),
     Row("sliding_window_pattern", _window_letters, ("exaone4",), always=True),
     Row("first_k_dense_replace", _num_dense_layers),
     # transformers' classes of these read the list alone if a file has both.

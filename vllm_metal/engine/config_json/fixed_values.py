@@ -81,6 +81,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
     "gpt_bigcode": {"multi_query": (True,), "scale_attn_weights": (True,)},
     "gpt_neox": _UNTIED | {"attention_bias": (True,)},
+    "glm_ocr": _UNTIED | {"attention_bias": (False,)},
     "gpt_oss": _UNTIED
     | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "gptj": _UNTIED,

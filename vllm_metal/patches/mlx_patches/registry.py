@@ -127,6 +127,7 @@ PAGED: Patches = {
 #: The same for modules below mlx_vlm.models, by their dotted paths, such as "klear.language".
 OF_MLX_VLM: Patches = {
     "cohere2_moe.language": (layer_kinds.cohere2_moe,),
+    "glm_ocr.config": (text_models.known_keys,),
     "inkling.inkling": (inkling.arrays,),
     "inkling.language": (inkling.language,),
 }

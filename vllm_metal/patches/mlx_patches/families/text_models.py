@@ -8,6 +8,7 @@ module uses them only if it is called without caches.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from types import ModuleType
@@ -50,6 +51,22 @@ def gemma3n(module: ModuleType) -> None:
     after_init(module.Gemma3nAttention, drop_unused)
     wrap(module.LanguageModel, "__call__", cached)
     converted(used)(module)
+
+
+def known_keys(module: ModuleType) -> None:
+    """Makes the classes of a multimodal configuration's parts drop keys that they do not have.
+
+    config.json is checked for keys with an effect before.
+    """
+
+    def filtered(before: Callable[..., None]) -> Callable[..., None]:
+        names = inspect.signature(before).parameters
+        return lambda self, **keys: before(
+            self, **{name: value for name, value in keys.items() if name in names}
+        )
+
+    for part in (module.TextConfig, module.VisionConfig):
+        wrap(part, "__init__", filtered)
 
 
 def _with_prefix(name: str) -> str:
