@@ -56,6 +56,8 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
         towers=("vision_tower",),
         tower_tensors=("multi_modal_projector.", "patch_merger.", "pre_mm_projector_norm."),
     ),
+    "molmo": TextModel("molmo", ("MolmoForCausalLM",)),
+    "molmo2": TextModel("molmo2", ("Molmo2ForConditionalGeneration",)),
     "step3p7": TextModel(
         "step3p7",
         architectures=("Step3p7ForConditionalGeneration",),

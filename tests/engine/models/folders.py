@@ -75,5 +75,5 @@ keeps an indexer's keys beside K and V: deepseek_v4 glm5_next hy_v4 longcat_flas
 has attention over images in its layers: mllama
 keeps positions of one text in its module: cohere_compass falcon_ocr falcon_perception
 is the text model of images, not compared with transformers yet: ernie4_5_moe_vl jina_vlm
-is the text model of images, compared with nothing yet: molmo molmo2 moondream3 zaya1_vl
+is the text model of images, compared with nothing yet: moondream3 zaya1_vl
 """)

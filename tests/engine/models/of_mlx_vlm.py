@@ -172,6 +172,51 @@ FAMILIES = {
                 "vision_config": {"model_type": "pixtral"},
             },
         ),
+        # Two of the tokens are added to the embedding's.
+        Family(
+            "molmo",
+            "MolmoForCausalLM",
+            {
+                "text_config": ODD
+                | {
+                    "model_type": "molmo",
+                    "d_model": 72,
+                    "n_layers": 4,
+                    "n_heads": 6,
+                    "n_kv_heads": 2,
+                    "mlp_hidden_size": 88,
+                    "vocab_size": VOCAB,
+                    "embedding_size": VOCAB - 2,
+                    "additional_vocab_size": 128,
+                    "layer_norm_eps": 1e-3,
+                    "rope_theta": 700.0,
+                    "tie_word_embeddings": False,
+                },
+            },
+        ),
+        Family(
+            "molmo2",
+            "Molmo2ForConditionalGeneration",
+            {
+                "text_config": ODD
+                | HEAD
+                | {
+                    "model_type": "molmo2_text",
+                    "layer_norm_eps": 1e-3,
+                    "additional_vocab_size": 128,
+                    "hidden_act": "silu",
+                    "qkv_bias": True,
+                    "qk_norm_type": "qwen3",
+                    "use_qk_norm": True,
+                    "norm_after": False,
+                    "rope_scaling": None,
+                    "rope_scaling_layers": None,
+                },
+                "vit_config": {"model_type": "molmo2"},
+                "adapter_config": {"model_type": "molmo2"},
+                "image_patch_id": 50,
+            },
+        ),
         Family(
             "step3p7",
             "Step3p7ForConditionalGeneration",
@@ -208,6 +253,30 @@ FAMILIES = {
         _inkling("inkling_mm_model"),
         _inkling("inkling_text"),
     )
+}
+#: config.json as published, where its keys are not those of the small model's.
+AS_PUBLISHED = {
+    "molmo": ODD
+    | {
+        "model_type": "molmo",
+        "architectures": ["MolmoForCausalLM"],
+        "attention_layer_norm": False,
+        "clip_qkv": None,
+        "embedding_size": VOCAB - 2,
+        "initializer_range": 0.02,
+        "layer_norm_eps": 1e-3,
+        "layer_norm_type": "rms",
+        "max_position_embeddings": 4096,
+        "norm_after": False,
+        "qkv_bias": True,
+        "rope_theta": 700.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "use_position_ids": True,
+        "vocab_size": VOCAB,
+        "weight_tying": False,
+    },
 }
 #: Those that the paged path cannot serve, and why.
 REFUSED = {

@@ -59,6 +59,10 @@ def test_models_that_cannot_be_served_are_rejected(name):
         ("hrm_text", {"prefix_lm": True}, r"prefix_lm=True.*supports only False"),
         ("glm_ocr", {"attention_bias": True}, r"attention_bias=True.*supports only False"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type"),
+        ("molmo", {"norm_after": True}, r"norm_after=True.*supports only False"),
+        ("molmo", {"moe_num_experts": 64}, r"moe_num_experts=64"),
+        ("molmo2", {"rope_scaling_layers": [1]}, r"rope_scaling_layers=\[1\]"),
+        ("molmo2", {"hidden_act": "gelu"}, r"hidden_act='gelu'"),
         ("kolibri1", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*supports only silu"),
     ],
 )
@@ -79,6 +83,26 @@ def test_a_folder_is_read(name, tmp_path):
     read = lazy_model(Path(write_model(family, tmp_path, drawn=True)), mx.float32)
     tokens = mx.array([[3, 5, 7]])
     np.testing.assert_allclose(np.array(read(tokens)), np.array(model(tokens)), atol=1e-5)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", of_mlx_vlm.AS_PUBLISHED)
+def test_a_published_file_is_read(name, tmp_path):
+    tokens, folder = mx.array([[3, 5, VOCAB - 1]]), tmp_path / "model"
+    model = make_model(of_mlx_vlm.FAMILIES[name], drawn=True)
+    write_model(of_mlx_vlm.FAMILIES[name], folder, drawn=True)
+    (folder / "config.json").write_text(json.dumps(of_mlx_vlm.AS_PUBLISHED[name]))
+    read = lazy_model(folder, mx.float32)
+    np.testing.assert_allclose(np.array(read(tokens)), np.array(model(tokens)), atol=1e-5)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ["molmo", "molmo2"])
+def test_added_tokens_have_embeddings_of_their_own(name):
+    embedding = make_model(of_mlx_vlm.FAMILIES[name], drawn=True).language_model.model.wte
+    both = np.concatenate([np.array(embedding.embedding), np.array(embedding.new_embedding)])
+    tokens = np.array([[0, 61, 62, 63, 64, 65, len(both) - 1]])
+    np.testing.assert_array_equal(np.array(embedding(mx.array(tokens))), both[tokens])
 
 
 def with_positions(axes):

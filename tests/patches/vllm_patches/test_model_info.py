@@ -32,6 +32,8 @@ REASONS = {
 #: Text parts of multimodal models and the draft heads of such: served without images and sound.
 TEXT_PARTS = {
     "GlmOcrForConditionalGeneration",
+    "MolmoForCausalLM",
+    "Molmo2ForConditionalGeneration",
     "InklingForConditionalGeneration",
     "Gemma3nForConditionalGeneration",
     "KimiVLForConditionalGeneration",

@@ -274,6 +274,14 @@ _CHOICES: Mapping[str, Mapping[str, Any]] = {
 }
 #: Older names, by module and the key that it reads.
 _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "molmo": {  # mlx-vlm's names are those of the code that trained it
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "mlp_hidden_size": "intermediate_size",
+        "max_sequence_length": "max_position_embeddings",
+    },
     "llama": {  # Meta's params.json, in files from MLX's first examples
         "hidden_size": "dim",
         "num_hidden_layers": "n_layers",

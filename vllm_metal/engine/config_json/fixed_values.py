@@ -132,6 +132,24 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "mimo_v2": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
     "mistral_large3": _UNTIED | {"moe_layer_freq": (1,), "scoring_func": ("sigmoid",)},
+    "molmo": _UNTIED
+    | {
+        "attention_layer_norm": (False,),
+        "clip_qkv": (),
+        "layer_norm_type": ("rms",),
+        "moe_num_experts": (),
+        "norm_after": (False,),
+        "qkv_bias": (True,),
+        "rope": (True,),
+        "weight_tying": (False,),
+    },
+    "molmo2": _UNTIED
+    | {
+        "norm_after": (False,),
+        "qk_norm_type": ("qwen3",),
+        "rope_scaling_layers": (),
+        "use_qk_norm": (True,),
+    },
     "minicpm3": _UNTIED | {"mlp_bias": (False,), "rope_traditional": (False,)},
     "ministral3": {"sliding_window": ()},
     "mistral4": {"moe_layer_freq": (1,), "scoring_func": ("softmax",)},

@@ -123,6 +123,7 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     ),  # of images only
     "mamba": _OF_STEPS,  # of weight initialization
     "mamba2": _OF_STEPS | names("chunk_size"),
+    "molmo2": names("adapter_config vit_config"),  # of images only
     "nemotron_h": _OF_STEPS  # the width follows from the heads; shared experts, from the arrays
     | names(
         "n_shared_experts chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"

@@ -130,6 +130,8 @@ OF_MLX_VLM: Patches = {
     "glm_ocr.config": (text_models.known_keys,),
     "inkling.inkling": (inkling.arrays,),
     "inkling.language": (inkling.language,),
+    "molmo.language": (text_models.added_tokens("Embedding"),),
+    "molmo2.language": (text_models.added_tokens("Molmo2Embedding"),),
 }
 
 

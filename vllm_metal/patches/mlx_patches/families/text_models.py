@@ -69,6 +69,24 @@ def known_keys(module: ModuleType) -> None:
         wrap(part, "__init__", filtered)
 
 
+def added_tokens(name: str) -> Callable[[ModuleType], None]:
+    """Returns a patch of an embedding in two arrays, for a vocabulary and for tokens added to it.
+
+    The module concatenates both arrays in every step, which copies a gigabyte for Molmo 7B.
+    """
+
+    def embed(self: Any, tokens: mx.array) -> mx.array:
+        size = self.embedding.shape[0]
+        own = self.embedding[mx.minimum(tokens, size - 1)]
+        added = self.new_embedding[mx.maximum(tokens, size) - size]
+        return mx.where((tokens < size)[..., None], own, added)
+
+    def patch(module: ModuleType) -> None:
+        getattr(module, name).__call__ = embed
+
+    return patch
+
+
 def _with_prefix(name: str) -> str:
     first, _, rest = name.partition(".")
     if first != "model" or rest.partition(".")[0] in _PARTS:
