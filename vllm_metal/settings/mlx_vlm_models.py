@@ -65,6 +65,7 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
         tower_tensors=("vit_large_projector.",),
     ),
     "xing4_0": TextModel("xing4_0"),
+    "youtu_vl": TextModel("youtu_vl", ("YoutuVLForConditionalGeneration",)),
     "z1t": TextModel("z1t"),
 }
 

@@ -249,6 +249,16 @@ FAMILIES = {
         ),
         # Latents, and streams that hyper-connections mix.
         _family("xing4_0", "Xing4ForCausalLM", **_LATENTS, **_ROUTED, hc_mult=2),
+        _family(
+            "youtu_vl",
+            "YoutuVLForConditionalGeneration",
+            **_LATENTS,
+            rope_theta=700.0,
+            rope_interleave=True,
+            attention_bias=True,
+            mlp_bias=True,
+            vision_config={"model_type": "siglip2_vision_model"},
+        ),
         _inkling("inkling"),
         _inkling("inkling_mm_model"),
         _inkling("inkling_text"),
@@ -276,6 +286,21 @@ AS_PUBLISHED = {
         "use_position_ids": True,
         "vocab_size": VOCAB,
         "weight_tying": False,
+    },
+    "youtu_vl": ODD
+    | _LATENTS
+    | {
+        "model_type": "youtu_vl",
+        "architectures": ["YoutuVLForConditionalGeneration"],
+        "attention_bias": True,
+        "mlp_bias": True,
+        "qk_head_dim": 24,
+        "rms_norm_eps": 1e-5,
+        "rope_interleave": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+        "tie_word_embeddings": False,
+        "vocab_size": VOCAB,
+        "vision_config": {"model_type": "siglip2_vision_model"},
     },
 }
 #: Those that the paged path cannot serve, and why.

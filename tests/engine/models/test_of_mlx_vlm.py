@@ -63,6 +63,7 @@ def test_models_that_cannot_be_served_are_rejected(name):
         ("molmo", {"moe_num_experts": 64}, r"moe_num_experts=64"),
         ("molmo2", {"rope_scaling_layers": [1]}, r"rope_scaling_layers=\[1\]"),
         ("molmo2", {"hidden_act": "gelu"}, r"hidden_act='gelu'"),
+        ("youtu_vl", {"rope_interleave": False}, r"rope_interleave=False"),
         ("kolibri1", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*supports only silu"),
     ],
 )

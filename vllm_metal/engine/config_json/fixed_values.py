@@ -208,6 +208,12 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "starcoder2": {"use_bias": (True,)},
     "step3p5": _UNTIED,
     "step3p7": _UNTIED | {"norm_expert_weight": (True,), "use_head_wise_attn_gate": (True,)},
+    "youtu_vl": {
+        "moe_layer_freq": (1,),
+        "rope_interleave": (True,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
     "xing4_0": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
 }
 #: By module and key, values that the module computes differently from transformers' class; None

@@ -108,6 +108,7 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
         "rope_pct": _key("partial_rotary_factor"),
     },
     "youtu_llm": _LATENT,
+    "youtu_vl": _LATENT,
 }
 #: Required values for all modules.
 _FOLLOWS_EVERYWHERE: Mapping[str, Follows] = {

@@ -131,6 +131,7 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     # Only for texts longer than seq_length, which vLLM does not admit.
     "qwen": names("use_dynamic_ntk use_logn_attn"),
     "recurrent_gemma": names("tie_word_embeddings"),  # as gemma3_text
+    "youtu_vl": names("vision_config"),
 }
 
 

@@ -132,6 +132,7 @@ OF_MLX_VLM: Patches = {
     "inkling.language": (inkling.language,),
     "molmo.language": (text_models.added_tokens("Embedding"),),
     "molmo2.language": (text_models.added_tokens("Molmo2Embedding"),),
+    "youtu_vl.config": (text_models.text_of_its_own,),
 }
 
 

@@ -69,6 +69,18 @@ def known_keys(module: ModuleType) -> None:
         wrap(part, "__init__", filtered)
 
 
+def text_of_its_own(module: ModuleType) -> None:
+    """Makes a configuration read its `text_config`, if any, instead of keys beside it.
+
+    Published files of the family have none, but a derived key is set there.
+    """
+
+    def nested(before: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda keys: before({**keys, **(keys.get("text_config") or {})})
+
+    wrap(module.ModelConfig, "from_dict", nested)
+
+
 def added_tokens(name: str) -> Callable[[ModuleType], None]:
     """Returns a patch of an embedding in two arrays, for a vocabulary and for tokens added to it.
 
