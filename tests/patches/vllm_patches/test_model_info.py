@@ -9,8 +9,8 @@ from contextlib import nullcontext
 
 import pytest
 from engine.config_json.real_configs import FILES
-from engine.models import further
-from engine.models.recurrent import config_of
+from engine.models import further, of_mlx_vlm
+from engine.models.recurrent import VOCAB, config_of
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.engine.arg_utils import EngineArgs
@@ -194,6 +194,19 @@ def test_the_configuration_of_a_family_reaches_the_engines_process(tmp_path):
     assert again.to_dict() == config.model_config.hf_config.to_dict()
     assert again.decay_low_rank_dim == 8
     assert config.model_config.is_multimodal_model is False
+
+
+def test_a_text_model_within_a_configuration_is_read(tmp_path):
+    config = engine_config(tmp_path, config_of(of_mlx_vlm.FAMILIES["molmo2"])).model_config
+    text = config.hf_text_config
+    assert (text.model_type, text.num_hidden_layers, text.num_attention_heads) == (
+        "molmo2_text",
+        4,
+        6,
+    )
+    assert (config.get_hidden_size(), config.get_vocab_size()) == (72, VOCAB)
+    again = pickle.loads(pickle.dumps(config.hf_config))
+    assert again.to_dict() == config.hf_config.to_dict()
 
 
 OWN_CLASS = """

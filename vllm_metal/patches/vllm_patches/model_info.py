@@ -272,6 +272,8 @@ def _config_class(model_type: str) -> type:
             # transformers asks for it while it reads a scaled rope, before it sets other keys.
             longest = next((values[x] for x in _LENGTHS if values.get(x)), None)
             values = {key: _with_attributes(value) for key, value in values.items()}
+            if isinstance(text := values.get("text_config"), Mapping):  # vLLM reads attributes
+                values["text_config"] = _config_class(text.get("model_type", model_type))(**text)
             self.__dict__["max_position_embeddings"] = longest
             super().__init__(**{**values, "max_position_embeddings": longest})
             given = getattr(self, "architectures", None) or ()
