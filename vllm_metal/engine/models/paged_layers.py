@@ -23,6 +23,7 @@ from vllm_metal.engine.kv_cache.layer_state import (
 )
 from vllm_metal.engine.kv_cache.pages import BlockPages
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
+from vllm_metal.engine.models.table_rows import TableRows
 from vllm_metal.engine.recurrent.sequence_plan import SequenceScope
 from vllm_metal.engine.recurrent.sequence_state import SequenceState
 from vllm_metal.patches.mlx_patches import rotations
@@ -69,6 +70,8 @@ class PagedLayers:
             begins_steps: False if another network's forward over the same pool begins each step.
         """
         self.block_size = block_size
+        #: Rows of the step in embedding tables on disk; a network without such tables keeps this.
+        self.table_rows = TableRows()
         self._pace = Pace() if paced else None
         self._begins_steps = begins_steps
         self._by_name, self._group_of = dict(layer_states), dict(group_of)

@@ -28,8 +28,9 @@ class TableRows:
     host writes the rows into their memory once it knows the tokens, and before it submits the step.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._tables = tables_of(model)
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """`model`: None has no tables on disk."""
+        self._tables = [] if model is None else tables_of(model)
         self._reserved: _Reserved | None = None
 
     @property
