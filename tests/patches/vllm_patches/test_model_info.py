@@ -12,6 +12,9 @@ from engine.config_json.real_configs import FILES
 from engine.models import further, of_mlx_vlm
 from engine.models.recurrent import VOCAB, config_of
 from transformers import AutoConfig
+from transformers.integrations.heterogeneity.configuration_utils import (
+    AmbiguousGlobalPerLayerAttributeError,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import ModelRegistry
@@ -207,6 +210,13 @@ def test_a_text_model_within_a_configuration_is_read(tmp_path):
     assert (config.get_hidden_size(), config.get_vocab_size()) == (72, VOCAB)
     again = pickle.loads(pickle.dumps(config.hf_config))
     assert again.to_dict() == config.hf_config.to_dict()
+
+
+def test_values_that_layers_override_are_read_for_the_whole_model(tmp_path):
+    config = engine_config(tmp_path, config_of(of_mlx_vlm.FAMILIES["step3p7"])).model_config
+    with pytest.raises(AmbiguousGlobalPerLayerAttributeError):
+        _ = AutoConfig.from_pretrained(tmp_path).text_config.num_attention_heads
+    assert config.hf_text_config.num_attention_heads == 6
 
 
 OWN_CLASS = """

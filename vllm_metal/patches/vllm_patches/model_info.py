@@ -12,9 +12,10 @@ from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.config import ModelConfig
+from vllm.config import model as config_of_models
 from vllm.model_executor.models import ModelRegistry, registry
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
@@ -33,6 +34,9 @@ from vllm_metal.settings.architectures import (
     mtp_depth,
 )
 from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 #: vLLM's name for families that it does not list; their configurations use it.
 MLX_MODEL = "MlxForCausalLM"
@@ -245,6 +249,19 @@ def accept_mlx_models() -> None:
     known = {*CONFIG_MAPPING, *_CONFIG_REGISTRY}
     for model_type in (*_model_types(known), *DROPPED_HEADS, *SPLIT_MTP):
         AutoConfig.register(model_type, _config_class(model_type))
+    replace(config_of_models, "get_hf_text_config", _with_values_of_the_whole_model)
+
+
+def _with_values_of_the_whole_model(
+    read: Callable[[PretrainedConfig], PretrainedConfig], config: PretrainedConfig
+) -> PretrainedConfig:
+    # transformers raises if a value is read that some layers override, such as the number of heads
+    # of Step 3.7. vLLM reads such values for its own classes; MLX's modules read those of a layer.
+    each: Any
+    for each in (config, getattr(config, "text_config", None)):  # a mapping in some files
+        if getattr(each, "is_heterogeneous", False):
+            each.allow_global_per_layer_attribute_access = True
+    return read(config)
 
 
 def _model_types(known: Collection[str]) -> list[str]:
