@@ -387,7 +387,9 @@ def test_vllms_own_front_end(tiny, monkeypatch):
                 found = await asyncio.gather(
                     *(session(llm, str(number), turns) for number, turns in enumerate(scripts))
                 )
-            with pytest.raises(ValueError, match="prompt_logprobs is not served in a session"):
+            with pytest.raises(
+                ValueError, match="prompt_logprobs is not supported in streaming sessions"
+            ):
                 params = streamed(max_tokens=2, prompt_logprobs=0)
                 async for _ in llm.generate(turns_of(scripts[0], []), params, "refused"):
                     pass
