@@ -362,7 +362,9 @@ class RecurrentProbe(ArraysCache):
                 f"leaves a part of the state of {name} empty, which is not supported"
             )
         call = self._common[-1]
-        if not any(argument is self for argument in call.caches):
+        # A module that gets all caches of a layer attends, too: those known are called once a step.
+        known = recurrences.known(call.module)
+        if not any(each is self for each in (call.caches if known else call.arguments)):
             raise NotImplementedError(
                 f"computes attention and a recurrence in one module in {name}, which is not "
                 "supported"
@@ -371,7 +373,7 @@ class RecurrentProbe(ArraysCache):
         form = StateFormat(
             tuple(part.shape[1:] for part in parts), tuple(part.dtype for part in parts)
         )
-        if not recurrences.known(call.module):
+        if not known:
             return RunLayer(name, form)
         recurrences.hand_over(call.module)
         return SequenceLayer(name, form, ops=traced_ops(call, self, form))

@@ -73,9 +73,13 @@ class ModuleCall:
     options: dict[str, Any]  # keyword arguments
 
     @property
+    def arguments(self) -> tuple[Any, ...]:
+        return (*self.args, *self.options.values())
+
+    @property
     def caches(self) -> list[Any]:
         """All arguments; where one is a tuple, as caches of one layer are, its content."""
-        return list(_flat((*self.args, *self.options.values())))
+        return list(_flat(self.arguments))
 
 
 _active_calls: list[ModuleCall] = []
