@@ -10,9 +10,9 @@ from typing import cast
 import mlx.core as mx
 
 from metal_kernels.paged_attention.buckets import Places
-from vllm_metal.engine.kv_cache.kernels import KernelKVCache
+from vllm_metal.engine.kv_cache.kernels import KernelKVCache, KernelPlan
 from vllm_metal.engine.kv_cache.layer_cache import KVArray, LayerKVCache
-from vllm_metal.engine.kv_cache.layer_state import Pending, Storage
+from vllm_metal.engine.kv_cache.layer_state import Pending, PlanT, Storage
 from vllm_metal.engine.kv_cache.scatter import ScatterKVCache, ScatterPlan
 
 # All layers of a pool whose blocks are of one size can then share memory, whatever their number of
@@ -37,10 +37,10 @@ def _part(array: KVArray, heads: slice) -> KVArray:
     return KVArray(array.elements[heads], scales)
 
 
-class ScatterHeads(ScatterKVCache):
-    """Heads of a storage that MLX's operations read and write."""
+class _Heads(LayerKVCache[PlanT]):
+    """Some heads of a storage, with any backend."""
 
-    def __init__(self, whole: ScatterKVCache, first: int, count: int) -> None:
+    def __init__(self, whole: LayerKVCache[PlanT], first: int, count: int) -> None:
         self._whole, self.heads = whole, slice(first, first + count)
         self.backend, self.split, self.value_size = whole.backend, whole.split, whole.value_size
         self.dtype = self._input_dtype = whole.dtype
@@ -71,6 +71,10 @@ class ScatterHeads(ScatterKVCache):
     def arrays(self, arrays: Sequence[mx.array]) -> None:
         self._whole.arrays = arrays
 
+
+class ScatterHeads(_Heads[ScatterPlan], ScatterKVCache):
+    """Heads of a storage that MLX's operations read and write."""
+
     def _places(self, plan: ScatterPlan) -> Places:
         heads, *places = plan.places
         return heads + self.heads.start, *places
@@ -92,38 +96,10 @@ class ScatterHeads(ScatterKVCache):
             self._pending = pending
 
 
-class KernelHeads(KernelKVCache):
+class KernelHeads(_Heads[KernelPlan], KernelKVCache):
     """Heads of a storage that our kernels read and write in place."""
 
-    def __init__(self, whole: KernelKVCache, first: int, count: int) -> None:
-        self._whole, self.heads = whole, slice(first, first + count)
-        self.backend, self.split, self.value_size = whole.backend, whole.split, whole.value_size
-        self.dtype = self._input_dtype = whole.dtype
-
-    @property
-    def storage(self) -> Storage:
-        return self._whole
-
-    @property
-    def page_arrays(self) -> list[mx.array]:
-        return [] if self.heads.start else self._whole.arrays
-
-    @property
-    def keys(self) -> KVArray:  # type: ignore[override]
-        return _part(self._whole.keys, self.heads)
-
-    @property
-    def values(self) -> KVArray | None:  # type: ignore[override]
-        values = self._whole.values
-        return None if values is None else _part(values, self.heads)
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        return self._whole.arrays
-
-    @arrays.setter
-    def arrays(self, arrays: Sequence[mx.array]) -> None:
-        self._whole.arrays = arrays
+    _whole: KernelKVCache
 
     @property
     def _written_fence(self) -> mx.array | None:
