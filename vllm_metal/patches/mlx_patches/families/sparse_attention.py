@@ -161,12 +161,12 @@ def _chosen(
 
 def _attending(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        own = None
-        if cache is not None:
-            shares = isinstance(self.indexer, _SharedIndexer)
+        if cache is None:
+            return dense(self, x, mask, None)
+        shares = isinstance(self.indexer, _SharedIndexer)
+        if not isinstance(cache[0], AttendingCache):
             own = _NoKeys(mx.zeros(1), mx.zeros(1)) if shares else cache[1]
-        if cache is None or not isinstance(cache[0], AttendingCache):
-            return dense(self, x, mask, None if cache is None else (cache[0], own))
+            return dense(self, x, mask, (cache[0], own))
         latents = cache[0]
         normed = self.q_a_layernorm(self.q_a_proj(x))
         queries = mx.unflatten(self.q_b_proj(normed), -1, (self.num_heads, self.q_head_dim))
@@ -176,7 +176,7 @@ def _attending(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
         latents.update_and_fetch(
             self.kv_a_layernorm(latent)[:, None], self.rope(key[:, None], latents.offset)
         )
-        chosen = self.indexer(x, normed, None, cache=own)
+        chosen = self.indexer(x, normed, None, cache=None if shares else cache[1])
         projections = self.embed_q, self.unembed_out
         out = latents.attend_chosen(queries, rotated, *projections, self.scale, chosen)
         projected: mx.array = self.o_proj(joined(out))
