@@ -20,6 +20,8 @@ K, MAX_LEN = 4, 16
 class Known(dict):
     """Requests by id that have 3 tokens each, which the host knows."""
 
+    have_unread_np = Requests.have_unread_np
+
     def __init__(self, count):
         super().__init__({f"r{index}": SimpleNamespace(req_idx=index) for index in range(count)})
         self.token_ids_np = np.ones((count, MAX_LEN), np.int32)

@@ -114,7 +114,7 @@ class StepOutput:
             req_indices_np: [R] int32, req_idx of these requests. All other steps have been read.
         """
         requests, sampled = self._requests, self.sampled
-        pending = requests.num_tokens_np[req_indices_np] > requests.num_known_np[req_indices_np]
+        pending = requests.have_unread_np(req_indices_np)
         if self.is_read or sampled is None or not pending.any():
             return None
         spans, own = self.batch.draft_spans, self.batch.req_indices_np[self.batch.sampling_np]

@@ -255,10 +255,10 @@ class Requests:
         """
         self.num_tokens_np[req_indices_np] += counts_np
 
-    def has_unread(self, req_indices_np: np.ndarray) -> bool:
-        """Whether the host has not read all tokens of [R] requests."""
-        known_np = self.num_known_np[req_indices_np]
-        return bool((self.num_tokens_np[req_indices_np] > known_np).any())
+    def have_unread_np(self, req_indices_np: np.ndarray) -> np.ndarray:
+        """[R] bool, requests with tokens that the host has not read yet."""
+        unread: np.ndarray = self.num_tokens_np[req_indices_np] > self.num_known_np[req_indices_np]
+        return unread
 
     def note_drafts(self, req_idx: int, token_ids: Sequence[int]) -> None:
         """Writes drafts after a request's known tokens, on ranks that only get accepted counts."""

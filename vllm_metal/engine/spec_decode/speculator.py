@@ -311,7 +311,7 @@ class Speculator(PerRequestState):
     ) -> DraftRequest:
         """Describes [R] requests to the proposer; arguments as in DraftRequest."""
         requests, known_np = self._requests, self._requests.num_known_np[req_indices_np]
-        pending = requests.num_tokens_np[req_indices_np] > known_np
+        pending = requests.have_unread_np(req_indices_np)
         before_np = np.where(pending, known_np, requests.num_known_before_np[req_indices_np])
         num_tokens_np = num_tokens_np.astype(np.int32)
         return DraftRequest(

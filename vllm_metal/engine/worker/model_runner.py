@@ -310,7 +310,7 @@ class ModelRunner:
             inputs = column.inputs(batch, inputs)
         hidden_states = self._model.forward_hidden(batch, self._requests.block_tables, inputs)
         rows = self._model.table_rows
-        if rows.are_due and not self._requests.has_unread(batch.req_indices_np):
+        if rows.are_due and not self._requests.have_unread_np(batch.req_indices_np).any():
             rows.read()
         self._end.begin(batch, hidden_states)
         if self._speculator is not None:
