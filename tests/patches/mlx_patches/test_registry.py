@@ -20,7 +20,7 @@ from mlx_lm.utils import load_config, load_model
 from vllm_metal.engine.config_json import published_config
 from vllm_metal.engine.models.loader import lazy_model
 from vllm_metal.identity.model_files import ModelLoadError
-from vllm_metal.patches.mlx_patches import registry
+from vllm_metal.patches.mlx_patches import registry, replacing
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
@@ -136,7 +136,7 @@ def test_mlx_lm_knows_the_first_token_of_recurrent_gemma_by_an_empty_cache(publi
 
 
 def test_a_release_that_nobody_read_is_refused(monkeypatch, published):
-    monkeypatch.setattr(registry, "version", lambda package: "0.99.1")
+    monkeypatch.setattr(replacing, "version", lambda package: "0.99.1")
     module = importlib.import_module("mlx_lm.models.jamba")
     monkeypatch.delattr(module, "_vllm_metal_patched", raising=False)
     with pytest.raises(ModelLoadError, match=r"mlx-lm 0\.99 is not supported: 'jamba' may differ"):

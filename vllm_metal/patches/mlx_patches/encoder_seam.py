@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import functools
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
+from vllm_metal.patches.mlx_patches.replacing import check_release
 from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
 
 RELEASES = ("mlx-vlm 0.7",)
@@ -23,12 +23,7 @@ def install(module: ModuleType) -> None:
     Raises:
         ValueError: this mlx-vlm release has not been compared with transformers.
     """
-    release = "mlx-vlm " + ".".join(version("mlx-vlm").split(".")[:2])
-    if release not in RELEASES:
-        raise ValueError(
-            f"{release} is not supported: its encoders may differ from transformers'. Install "
-            f"{' or '.join(RELEASES)}"
-        )
+    check_release("mlx-vlm", RELEASES, "its encoders")
     dense = getattr(module, _NAME)
     if hasattr(dense, _MARK):
         return

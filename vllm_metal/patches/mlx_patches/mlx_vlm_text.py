@@ -11,7 +11,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -21,7 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models import mla, rope_utils
 
 from vllm_metal.patches.mlx_patches.mlx_vlm_families import family
-from vllm_metal.patches.mlx_patches.replacing import MLX_VLM, spread
+from vllm_metal.patches.mlx_patches.replacing import MLX_VLM, check_release, spread
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
 from vllm_metal.settings.mlx_vlm_models import RELEASES, TextModel
 
@@ -46,12 +45,7 @@ def classes(row: TextModel) -> tuple[type, type]:
 def imported(row: TextModel) -> ModuleType:
     """Imports the package of a row's family; errors as in `classes`."""
     module = family(row.folder, f"a model of mlx-vlm's family {row.folder}")
-    release = "mlx-vlm " + ".".join(version("mlx-vlm").split(".")[:2])
-    if release not in RELEASES:
-        raise ValueError(
-            f"{release} is not supported: {row.folder!r} may differ from transformers'. Install "
-            f"{' or '.join(RELEASES)}"
-        )
+    check_release("mlx-vlm", RELEASES, repr(row.folder))
     return module
 
 
@@ -61,6 +55,7 @@ def text_arguments(folder: str) -> type | None:
     return None if module is None else getattr(module, "TextConfig", None)
 
 
+@functools.cache
 def sources(arguments: type) -> list[Path]:
     """Returns the files that may read a field of a configuration class of mlx-vlm's."""
     folder = arguments.__module__.rpartition(".")[0]

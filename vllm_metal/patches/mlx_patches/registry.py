@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -35,7 +34,7 @@ from vllm_metal.patches.mlx_patches.families import (
     text_models,
     windows,
 )
-from vllm_metal.patches.mlx_patches.replacing import MLX_LM, MLX_VLM
+from vllm_metal.patches.mlx_patches.replacing import MLX_LM, MLX_VLM, check_release
 from vllm_metal.settings.extras import install_advice
 from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS, TextModel, is_installed
 
@@ -212,16 +211,11 @@ def install() -> None:
     Raises:
         ValueError: mlx-lm's release is not one the patches were written for.
     """
-    release = "mlx-lm " + ".".join(version("mlx-lm").split(".")[:2])
     for name, patches in {**PATCHES, **PAGED}.items():
         module = sys.modules.get(MLX_LM + name)
         if module is None or hasattr(module, _MARK):
             continue
-        if release not in RELEASES:
-            raise ValueError(
-                f"{release} is not supported: {name!r} may differ from transformers'. Install "
-                f"{' or '.join(RELEASES)}"
-            )
+        check_release("mlx-lm", RELEASES, repr(name))
         _apply(patches, module)
     for name, patches in OF_MLX_VLM.items():
         module = sys.modules.get(MLX_VLM + name)

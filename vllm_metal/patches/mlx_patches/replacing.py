@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 
@@ -52,3 +53,19 @@ def spread(name: str, before: Callable[..., Any], after: Callable[..., Any]) -> 
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith((MLX_LM, MLX_VLM)) and getattr(module, name, None) is before:
             setattr(module, name, after)
+
+
+def check_release(package: str, supported: Sequence[str], subject: str) -> None:
+    """Raises ValueError if a package's release is not one that its patches were written for.
+
+    Args:
+        package: name of the distribution.
+        supported: releases such as "mlx-lm 0.32".
+        subject: what may differ from transformers', for the message.
+    """
+    release = f"{package} " + ".".join(version(package).split(".")[:2])
+    if release not in supported:
+        raise ValueError(
+            f"{release} is not supported: {subject} may differ from transformers'. Install "
+            f"{' or '.join(supported)}"
+        )
