@@ -12,6 +12,7 @@ import torch
 from e2e.harness import greedy
 from e2e.test_hybrids import NGRAM, check_passes, hybrid_engine
 from e2e.test_transformers import Transformers
+from engine.models.of_mlx_vlm import INKLING
 from engine.models.published import draw, log_probabilities
 from mlx.nn import log_softmax
 from own_configs import own_config
@@ -22,33 +23,14 @@ from vllm_metal.engine.models.loader import lazy_model
 
 pytestmark = pytest.mark.more
 
-#: Windows of 4 x 16 and global layers of 2 x 16 numbers of K a token; a bias that ends, and scores
-#: that grow, amid the prompts; a head with padding.
-TEXT = {
+#: A bias that ends amid the prompts, and a head with padding; transformers' names of MLP widths.
+TEXT = INKLING | {
     "vocab_size": 72,
     "unpadded_vocab_size": 64,
-    "hidden_size": 40,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 4,
-    "swa_head_dim": 16,
     "sliding_window_size": 19,
-    "layer_types": ["hybrid_sliding", "hybrid", "hybrid", "hybrid_sliding"],
-    "d_rel": 6,
     "rel_extent": 45,
-    "log_scaling_n_floor": 20,
-    "log_scaling_alpha": 0.5,
-    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     "intermediate_size": 56,
     "moe_intermediate_size": 24,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 2,
-    "route_scale": 1.7,
-    "logits_mup_width_multiplier": 0.7,
     "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": 1,

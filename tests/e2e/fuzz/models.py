@@ -117,7 +117,7 @@ MODELS = ("full", "windowed", "hybrid")
 #: A hybrid whose states take more room than a block of any size that users may ask for.
 LARGE_STATES = "large_states"
 _LARGE_STATES = _ODD_HYBRID | {"linear_key_head_dim": 56, "linear_value_head_dim": 72}
-#: A model whose tokens attend to chosen positions.
+#: A model with sparse attention.
 SPARSE = "sparse"
 #: Whose layers keep states, in groups of their own.
 NUM_STATE_GROUPS = {"hybrid": 3, LARGE_STATES: 3}

@@ -25,7 +25,7 @@ NUM_SEEDS = 12
 QUICK, QUICK_ON_DISK, NUM_QUICK = (21, 64, 39), (5, 48), 14
 #: The same with the contract of vLLM's second model runner; 39 of QUICK has it, too.
 SECOND = (51, 55, 63)
-#: Of sparse attention: looked up drafts, a draft model, and none.
+#: Sparse attention with n-gram drafts, with a draft model, and without drafts.
 SPARSE = (277, 317, 337)
 SALT_SEED = 3  # of which few requests hit one another's prefixes across tenants
 SLEEPING = MetalPlatform().is_sleep_mode_available()

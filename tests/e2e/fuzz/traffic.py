@@ -34,13 +34,13 @@ CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
 #: Of so many seeds, one has an engine in a process of its own, if its model keeps states: vLLM
 #: completes the configuration again there, after a worker has enlarged the blocks.
 APART_OF = 5
-#: Of so many seeds with K/V alone, one has sparse attention instead.
+#: One in so many seeds of models with K/V alone has sparse attention.
 SPARSE_OF = 10
 #: Of so many seeds, one has the contract of vLLM's second model runner.
 SECOND_OF = 4
 #: Methods with a network of its own, in a folder of the model's name and this ending.
 NETWORKS = {"draft_model": "draft", "dflash": "dflash"}
-#: Of so many seeds with a draft model, one has a block drafter in its place.
+#: One in so many seeds with a draft model has a block drafter instead.
 BLOCKS_OF = 2
 #: Of so many seeds with a network that drafts, all but one copy text beside it.
 WITHOUT_LOOKUP_OF = 3

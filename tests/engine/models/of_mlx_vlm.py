@@ -31,9 +31,9 @@ def _family(model_type: str, architecture: str, **config: Any) -> Family:
     return Family(model_type, architecture, ODD | config)
 
 
-#: Windows of 16 x 8 and global layers of 2 x 8, a bias that ends before a window of the prompts.
-_INKLING = {
-    "model_type": "inkling_text",
+#: Inkling's layers: windows of 4 x 16 and global layers of 2 x 16 numbers of K a token, and scores
+#: that grow amid the prompts.
+INKLING: dict[str, Any] = {
     "hidden_size": 40,
     "num_hidden_layers": 4,
     "num_attention_heads": 6,
@@ -42,26 +42,30 @@ _INKLING = {
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 4,
     "swa_head_dim": 16,
-    "sliding_window_size": 7,
     "layer_types": ["hybrid_sliding", "hybrid", "hybrid", "hybrid_sliding"],
     "d_rel": 6,
-    "rel_extent": 19,
     "log_scaling_n_floor": 20,
     "log_scaling_alpha": 0.5,
     "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-    "dense_intermediate_size": 56,
-    "intermediate_size": 24,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "n_shared_experts": 2,
     "route_scale": 1.7,
     "logits_mup_width_multiplier": 0.7,
-    "unpadded_vocab_size": 61,
 }
 
 
 def _inkling(model_type: str) -> Family:
-    return Family(model_type, "InklingForConditionalGeneration", {"text_config": _INKLING})
+    # With the names of MLP widths in Inkling's own files.
+    text = INKLING | {
+        "model_type": "inkling_text",
+        "sliding_window_size": 7,
+        "rel_extent": 19,
+        "dense_intermediate_size": 56,
+        "intermediate_size": 24,
+        "unpadded_vocab_size": 61,
+    }
+    return Family(model_type, "InklingForConditionalGeneration", {"text_config": text})
 
 
 FAMILIES = {
