@@ -24,12 +24,14 @@ from vllm.platforms import current_platform
 from vllm_metal.engine.spec_decode.registry import BY_NAME
 from vllm_metal.patches.vllm_patches.image_processors import readable
 from vllm_metal.patches.vllm_patches.model_info import ImageModel, TextModel, accept_mlx_models
-from vllm_metal.settings.architectures import WITH_IMAGES
+from vllm_metal.settings.architectures import DROPPED_HEADS, TEXT_ARCHITECTURES, WITH_IMAGES
 
 #: Fields that differ from those of vLLM's class, for whole kinds of architectures, with reasons.
 REASONS = {
     "architecture": "vLLM has one class for several architectures; it only logs this name",
     "supports_pp": "always so, for the platform refuses --pipeline-parallel-size by its name",
+    "supports_lora": "adapters adapt MLX's layers, whatever vLLM's class supports",
+    "supports_hc_sp": "a mode of vLLM's sequence parallel ranks, which are rejected",
     "supports_replayssm": "a mode of vLLM's kernels for recurrent layers, which are not used",
 }
 #: Text parts of multimodal models and the draft heads of such: served without images and sound.
@@ -62,8 +64,10 @@ OF_IMAGES_AND_SOUND = {
     "supported_video_pruning_methods",
     "supports_transcription",
 }
-#: What vLLM's classes can do with images that towers of ours do not.
+#: What vLLM's classes can do with images that towers of ours do not; those of hybrids are only
+#: marked as hybrid.
 OF_TOWERS = {
+    "has_inner_state",
     "supports_multimodal_encoder_tp_data",
     "supports_mm_device_do_normalize",
     "supported_video_pruning_methods",
@@ -74,7 +78,6 @@ NO_TEXT_MODELS = {
     "ExaoneMoeMTP",
     "NemotronHMTPModel",
     "LongCatFlashMTPModel",
-    "MedusaModel",
     "HYV3MTPModel",
     "HYV4MTPModel",
 }
@@ -93,13 +96,22 @@ NOT_IMPORTED = {
         "Qwen3_5MTP",
         "Qwen3_5MoeMTP",
         "InternS2MobiusMTP",
+        "Step5ForCausalLM",
+        "Step5MTP",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
+        "GlmOcrForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "MiMoV2OmniForCausalLM",
+        "Step3p7ForConditionalGeneration",
     },
     "numba": {"InklingForCausalLM", "InklingForConditionalGeneration", "InklingMTPModel"},
     "torchvision, for Gemma4Processor": {"Gemma4ForConditionalGeneration"},
     "vLLM's FlashAttention": {"Dots3NoteMTPModel"},
 }
-#: Registered by this plugin alone.
-NOT_VLLMS = {"MlxForCausalLM", "MLPSpeculatorPreTrainedModel"}
+#: Registered by this plugin; vLLM has no class of some of them.
+OF_THIS_PLUGIN = {"MlxForCausalLM", *DROPPED_HEADS.values(), *TEXT_ARCHITECTURES}
 
 
 def ours():
@@ -125,7 +137,10 @@ def test_the_answers_are_those_of_vllms_classes():
     allowed = set().union(*NOT_IMPORTED.values())
     compared, failed, wrong = set(), set(), {}
     for name, model in ours().items():
-        if name in NOT_VLLMS or model.decoder is not None:  # vLLM adapts the decoder
+        if model.decoder is not None:  # vLLM adapts the decoder
+            continue
+        if name not in vllms._VLLM_MODELS:
+            assert name in OF_THIS_PLUGIN
             continue
         module, class_name = vllms._VLLM_MODELS[name]
         try:

@@ -44,6 +44,7 @@ MLX_MODEL = "MlxForCausalLM"
 _ATTENTION_FREE = ("FalconMamba", "Mamba")
 #: ... or some of them.
 _HYBRID = (
+    "AliceAIFor",
     "BailingMoeV2_5For",
     "BailingMoeV3For",
     "FalconH1",
