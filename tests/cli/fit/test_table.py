@@ -92,15 +92,15 @@ def on(known, machine: Machine) -> Found:
 
 
 def table() -> str:
-    """Markdown: by model and Mac the pool, and the context where it is not the model's whole."""
+    """Markdown: by model and Mac, the pool and a shortened context; idle / busy if they differ."""
     heads = [f"{memory} GB" for memory in MEMORIES]
     lines = ["| | " + " | ".join(heads) + " |", "| --- |" + " ---: |" * len(heads)]
     for known in MODELS:
-        for busy in (False, True):
-            cells = [cell(on(known, mac(memory, busy)), known) for memory in MEMORIES]
-            lines.append(
-                f"| {known.name}-4bit, {'busy' if busy else 'idle'} | " + " | ".join(cells) + " |"
-            )
+        cells = []
+        for memory in MEMORIES:
+            idle, busy = (cell(on(known, mac(memory, busy)), known) for busy in (False, True))
+            cells.append(idle if idle == busy else f"{idle} / {busy}")
+        lines.append(f"| {known.name}-4bit | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
