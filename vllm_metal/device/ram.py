@@ -53,10 +53,10 @@ def available(own: int) -> int:
 
 
 def _available_on_macos(own: int) -> int | None:
-    figures = [number for name in SYSCTLS if (number := sysctl.read(name)) is not None]
-    if len(figures) < len(SYSCTLS):  # this kernel does not report all of them
+    values = [number for name in SYSCTLS if (number := sysctl.read(name)) is not None]
+    if len(values) < len(SYSCTLS):  # this kernel does not report all of them
         return None
-    free, files, purgeable, page, level, ram = figures
+    free, files, purgeable, page, level, ram = values
     pageable = ram * level // 100
     without_loss = min((free + files + purgeable) * page, pageable)
     in_use = max(pageable - without_loss - own, 0)

@@ -101,7 +101,7 @@ def test_events_add_up_to_the_text_and_its_html():
     assert blocks == markdown.blocks(text)
 
 
-def test_figures_are_of_the_time_at_which_text_came():
+def test_metrics_are_of_the_time_at_which_text_came():
     times = iter([12.0, 12.5, 13.0])
     progress = Progress(asked=11.5, clock=lambda: next(times))
     progress.add(piece("", tokens=1))  # half a character: no text yet
@@ -112,7 +112,7 @@ def test_figures_are_of_the_time_at_which_text_came():
     usage = {"completion_tokens": 9, "prompt_tokens": 7, "prompt_tokens_details": details}
     drafts = {"num_draft_tokens": 6, "num_accepted_draft_tokens": 5}
     progress.add({"choices": [], "usage": usage, "metrics": {"speculative_decoding": drafts}})
-    assert progress.figures() == {
+    assert progress.metrics() == {
         "ttft": pytest.approx(0.5),
         "speed": pytest.approx(6.0),  # six tokens in a second
         "tokens": 9,
@@ -128,4 +128,4 @@ def test_thoughts_are_apart_from_the_text():
     progress.add({"choices": [{"delta": {"reasoning": "hm"}}]})
     event = progress.event()
     assert event["reasoning"] == "hm" and "text" not in event and "blocks" not in event
-    assert event["figures"]["ttft"] is not None
+    assert event["metrics"]["ttft"] is not None

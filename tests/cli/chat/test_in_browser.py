@@ -92,9 +92,9 @@ def blocks(page):
     return page.locator(".blocks").evaluate_all("all => all.map(one => one.innerHTML)")
 
 
-def figures(page):
+def metrics(page):
     """What stands under the last answer, by label."""
-    pairs = page.locator("dl.figures").last.locator("div")
+    pairs = page.locator("dl.metrics").last.locator("div")
     return dict(
         pairs.evaluate_all("all => all.map(one => [...one.children].map(c => c.innerText))")
     )
@@ -118,11 +118,11 @@ def test_an_answer_is_markdown_its_tags_stay_text_and_a_reload_keeps_it(opened):
     assert page.locator(".blocks em").inner_text() == "stress"
     assert page.locator(".blocks pre code").inner_text() == CODE[10:-3]
     assert page.locator(".blocks li").all_inner_texts() == ["one", "two"]
-    shown, told = blocks(page), figures(page)
+    shown, told = blocks(page), metrics(page)
     assert {"First token", "Speed", "Answer", "Prompt"} == set(told) - {"Cached"}
     page.reload()
     page.locator(".blocks em").wait_for()
-    assert (blocks(page), figures(page)) == (shown, told)
+    assert (blocks(page), metrics(page)) == (shown, told)
     assert page.locator(".question .text").all_inner_texts() == ["Say it."]
     assert page.evaluate("window.pwned") is None
 
@@ -147,7 +147,7 @@ def test_an_answer_streams_and_escape_stops_it(opened):
 
 
 def running(page):
-    return page.evaluate("fetch('api/figures').then(reply => reply.json())")["running"]
+    return page.evaluate("fetch('api/metrics').then(reply => reply.json())")["running"]
 
 
 def test_a_question_is_edited_and_an_answer_regenerated(opened):
@@ -170,7 +170,7 @@ def test_a_question_is_edited_and_an_answer_regenerated(opened):
     answered(page)
     assert page.locator(".blocks").all_inner_texts() == [OTHER]
     # The prompt is the same, and in the cache.
-    assert int(figures(page)["Cached"].split()[0]) >= 16
+    assert int(metrics(page)["Cached"].split()[0]) >= 16
 
 
 def test_a_missed_prefix_is_explained_with_its_text(opened):

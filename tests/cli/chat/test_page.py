@@ -110,7 +110,7 @@ def test_a_server_that_is_not_there_is_named():
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))  # and does not listen
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        reply = client(url).get("/api/figures")
+        reply = client(url).get("/api/metrics")
     assert reply.status_code == 502 and f"{url} does not answer" in reply.json()["error"]
 
 

@@ -202,7 +202,7 @@ def test_the_limit_that_cut_an_answer_is_named_and_continue_goes_on(chromium):
         assert chat.double.asked[-1]["continue_final_message"] is True
         assert chat.double.asked[-1]["messages"][-1] == {"role": "assistant", "content": "Some"}
         assert notes(page) == [] and "Continue" not in buttons(page)
-        assert "23 tokens" in page.locator("dl.figures").last.inner_text()
+        assert "23 tokens" in page.locator("dl.metrics").last.inner_text()
 
 
 def test_a_prompt_that_is_too_long_says_what_to_do(chromium):
@@ -268,7 +268,7 @@ def test_panels_close_when_the_window_gets_narrow_and_show_only_what_is_known(ch
         assert shown == ["KV cache in use", "Requests waiting"]
         page.set_viewport_size({"width": 375, "height": 720})
         page.locator("#list").wait_for(state="hidden")
-        page.locator("#figures").wait_for(state="hidden")
+        page.locator("#metrics").wait_for(state="hidden")
         page.set_viewport_size({"width": 1280, "height": 720})
         page.locator("#list").wait_for(state="visible")
 

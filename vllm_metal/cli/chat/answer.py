@@ -106,9 +106,9 @@ class Progress:
             event["blocks"] = now[event["from"] :]
             self._blocks = now
         self._fresh = {"text": "", "reasoning": ""}
-        return event | {"figures": self.figures()}
+        return event | {"metrics": self.metrics()}
 
-    def figures(self) -> dict[str, float | int | None]:
+    def metrics(self) -> dict[str, float | int | None]:
         """Returns TTFT in seconds, tokens/s after the first token, and token counts, if known."""
         took = self._last - self._first if self._first is not None else 0.0
         tokens = self._last_tokens - self._first_tokens
@@ -125,10 +125,10 @@ class Progress:
 
 
 def limit(
-    request: Mapping[str, Any], context: int | None, figures: Mapping[str, Any]
+    request: Mapping[str, Any], context: int | None, metrics: Mapping[str, Any]
 ) -> dict[str, int | str | None]:
     """Returns the limit that ended an answer: its `name` and `tokens`, if known."""
-    tokens, prompt, most = figures["tokens"], figures["prompt"], request.get("max_tokens")
+    tokens, prompt, most = metrics["tokens"], metrics["prompt"], request.get("max_tokens")
     if None not in (tokens, prompt, context) and prompt + tokens >= context:
         return {"name": "context", "tokens": context}
     if most is not None and (tokens is None or tokens >= most):
@@ -157,7 +157,7 @@ async def events(
         return
     last = progress.event() | {"done": progress.finish or "unknown"}
     if progress.finish == "length":
-        last["limit"] = limit(request, context, last["figures"])
+        last["limit"] = limit(request, context, last["metrics"])
     yield last
 
 

@@ -20,7 +20,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from vllm_metal.cli.chat import answer, energy, figures, markdown
+from vllm_metal.cli.chat import answer, energy, markdown, metrics
 from vllm_metal.cli.chat.upstream import Upstream, UpstreamError
 
 #: Host names that browsers may use. Any other name that resolves here is an attack (DNS rebinding).
@@ -55,7 +55,7 @@ def app(upstream: Upstream, token: str) -> Starlette:
     return Starlette(
         routes=[
             Route("/api/model", page.model),
-            Route("/api/figures", page.figures),
+            Route("/api/metrics", page.metrics),
             Route("/api/answer", page.answer, methods=["POST"]),
             Route("/api/markdown", page.markdown, methods=["POST"]),
             Mount("/", StaticFiles(directory=STATIC, html=True)),
@@ -82,9 +82,9 @@ class _Page:
         properties = ("label", "millions", "max_tokens")
         return JSONResponse(asdict(model) | {name: getattr(model, name) for name in properties})
 
-    async def figures(self, request: Request) -> Response:
+    async def metrics(self, request: Request) -> Response:
         try:
-            found = figures.read(await self._upstream.metrics())
+            found = metrics.read(await self._upstream.metrics())
         except UpstreamError as error:
             return _error(str(error), 502)
         return JSONResponse(asdict(found) | {"joules": self._joules()})

@@ -47,7 +47,7 @@ def end_failed_requests() -> None:
     A step's metrics are passed on to the server, which vLLM's workers cannot do.
     """
     replace(Scheduler, "update_from_output", _ending_failed_requests)
-    replace(Scheduler, "update_from_output", _sending_figures)
+    replace(Scheduler, "update_from_output", _send_metrics)
     replace(Scheduler, "_get_new_block_ids_to_zero", _with_blocks_to_clear)
     replace(Scheduler, "reset_prefix_cache", _freeing_blocks_first)
     replace(Scheduler, "schedule", _breaking_deadlocks)
@@ -96,7 +96,7 @@ def _with_salts(
     return output
 
 
-def _sending_figures(
+def _send_metrics(
     update: Callable[..., dict[int, EngineCoreOutputs]],
     self: Any,
     scheduler_output: SchedulerOutput,

@@ -18,7 +18,7 @@ let current = null; // the displayed conversation
 let running = null; // AbortController of the streamed answer
 
 const list = panel("list");
-panel("figures", (shown) => (shown ? plots.start() : plots.stop()));
+panel("metrics", (shown) => (shown ? plots.start() : plots.stop()));
 
 /** Requests an answer, or the rest of one. */
 async function ask(answer = null) {

@@ -54,7 +54,7 @@ export class Answer {
   #reasoning = element("details", { className: "reasoning", hidden: true },
     element("summary", { textContent: "Reasoning" }), element("div", { className: "text" }));
   #waiting = element("p", { className: "waiting", ariaHidden: "true" }, "…");
-  #figures = element("dl", { className: "figures" });
+  #metrics = element("dl", { className: "metrics" });
   #notes = element("div", { className: "notes" });
   #actions = element("div", { className: "actions" });
 
@@ -65,7 +65,7 @@ export class Answer {
   constructor(message, again, more) {
     this.message = message;
     this.element = element("article", { className: "answer" }, name("Model"),
-      this.#reasoning, this.#blocks, this.#waiting, this.#notes, this.#figures, this.#actions);
+      this.#reasoning, this.#blocks, this.#waiting, this.#notes, this.#metrics, this.#actions);
     const copy = button("Copy", () => copied(copy, message.text));
     this.#again = button("Regenerate", again);
     this.#more = button("Continue", () => more(this));
@@ -78,12 +78,12 @@ export class Answer {
     const { message } = this;
     message.text += event.text ?? "";
     if (event.reasoning) message.reasoning = (message.reasoning ?? "") + event.reasoning;
-    if (event.figures?.tokens) event.figures.tokens += message.earlier ?? 0;
-    Object.assign(message, event.figures && { figures: event.figures }, event.miss && { miss: event.miss },
+    if (event.metrics?.tokens) event.metrics.tokens += message.earlier ?? 0;
+    Object.assign(message, event.metrics && { metrics: event.metrics }, event.miss && { miss: event.miss },
       event.error && { error: event.error }, event.limit && { cut: event.limit });
     if (event.blocks) this.show(event.blocks, event.from);
     if (event.reasoning) this.#showReasoning();
-    this.#showFigures();
+    this.#showMetrics();
   }
 
   /** Replaces the blocks of HTML from index `from` on. */
@@ -99,7 +99,7 @@ export class Answer {
   /** Prepares for the rest of an answer; the metrics will count all of its tokens. */
   resume() {
     const { message } = this;
-    message.earlier = message.figures?.tokens ?? 0;
+    message.earlier = message.metrics?.tokens ?? 0;
     for (const name of ["cut", "stopped", "error", "miss"]) delete message[name];
     this.#notes.replaceChildren();
     this.#actions.hidden = true;
@@ -110,7 +110,7 @@ export class Answer {
     const { text, reasoning, error, stopped, cut, miss } = this.message;
     this.#waiting.remove();
     this.#showReasoning();
-    this.#showFigures();
+    this.#showMetrics();
     const notes = [];
     if (error) notes.push(element("p", { className: "error", textContent: error, role: "alert" }));
     if (stopped) notes.push(element("p", { textContent: text ? "Stopped." : "Stopped before the first token." }));
@@ -132,9 +132,9 @@ export class Answer {
     this.#reasoning.lastElementChild.textContent = reasoning ?? "";
   }
 
-  #showFigures() {
+  #showMetrics() {
     if (this.message.text) this.#waiting.hidden = true;
-    this.#figures.replaceChildren(...words.ofFigures(this.message.figures ?? {}).map(([label, value]) =>
+    this.#metrics.replaceChildren(...words.ofMetrics(this.message.metrics ?? {}).map(([label, value]) =>
       element("div", {}, element("dt", { textContent: label }), element("dd", { textContent: value }))));
   }
 }

@@ -57,9 +57,9 @@ export function stop() {
 
 async function sample() {
   if (document.hidden) return;
-  const note = byId("figures-note");
+  const note = byId("metrics-note");
   try {
-    const now = { ...await server.figures(), at: performance.now() / 1000 };
+    const now = { ...await server.metrics(), at: performance.now() / 1000 };
     note.textContent = "";
     for (const plot of PLOTS) draw(plot, plot.value(now, before ?? {}));
     before = now;

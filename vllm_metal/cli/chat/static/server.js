@@ -9,7 +9,7 @@ const ENDED = "The chat has ended. Run vllm-metal chat again, and open the addre
 export const model = () => ask("api/model");
 
 /** Returns the engine's current counters. */
-export const figures = () => ask("api/figures");
+export const metrics = () => ask("api/metrics");
 
 /** Renders texts of Markdown; returns blocks of HTML for each. */
 export const markdown = (texts) =>

@@ -2,7 +2,7 @@
 // Conversations in the browser's storage, an entry each, and the settings of new ones.
 //
 // A conversation: {id, title, changed, system, sampling, messages}. A message: {role, text}, and for
-// answers also {reasoning, figures, miss, stopped, cut, error, earlier}.
+// answers also {reasoning, metrics, miss, stopped, cut, error, earlier}.
 
 const PREFIX = "vllm-metal.conversation.";
 const DEFAULTS = "vllm-metal.settings";

@@ -21,8 +21,8 @@ const SENTENCES = {
 const SPECIAL = /<\|?[\w:/ ]*\|?>|<\|?[\w:/ ]*\|?$|\[\/?INST\]/g;
 
 /** Returns pairs of label and value for the known metrics. */
-export function ofFigures(figures) {
-  const { ttft, tokens, speed, prompt, cached, drafted, accepted } = figures;
+export function ofMetrics(metrics) {
+  const { ttft, tokens, speed, prompt, cached, drafted, accepted } = metrics;
   const pairs = [];
   if (ttft != null) pairs.push(["First token", seconds(ttft)]);
   if (speed != null) pairs.push(["Speed", `${speed.toFixed(1)} tok/s`]);

@@ -3,8 +3,8 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from vllm_metal.cli.chat import figures
-from vllm_metal.cli.chat.figures import MetricsSnapshot
+from vllm_metal.cli.chat import metrics
+from vllm_metal.cli.chat.metrics import MetricsSnapshot
 
 
 def test_samples_of_several_engines_are_added_up():
@@ -16,9 +16,9 @@ def test_samples_of_several_engines_are_added_up():
     Gauge("vllm:num_requests_waiting_by_reason", "", registry=registry).set(9)
     Histogram("vllm:e2e_request_latency_seconds", "", registry=registry).observe(1)
     Counter("vllm:prefix_cache_hits", "", registry=registry).inc(64)
-    found = figures.read(generate_latest(registry).decode())
+    found = metrics.read(generate_latest(registry).decode())
     assert found == MetricsSnapshot(waiting=5, prefix_hits=64)
 
 
-def test_a_server_that_exports_nothing_has_no_figures():
-    assert figures.read("") == MetricsSnapshot()
+def test_a_server_that_exports_nothing_has_no_metrics():
+    assert metrics.read("") == MetricsSnapshot()
