@@ -12,7 +12,7 @@ import numpy as np
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.layout import stable
 from metal_kernels.paged_attention.pieces import Batch, Pieces, starts
-from metal_kernels.paged_attention.shared import Beginnings
+from metal_kernels.paged_attention.shared import SharedPrefixes
 from metal_kernels.paged_attention.splits import MOST_RESULTS, Contexts, Parts, Splits
 from metal_kernels.paged_attention.tiles import STRIP
 
@@ -59,7 +59,7 @@ def dispatch_of(
     batch: Batch,
     pieces: Pieces,
     splits: Splits | None,
-    common: Beginnings | None = None,
+    common: SharedPrefixes | None = None,
 ) -> Dispatch:
     """Makes the dispatch for `pieces`, in tiles of `rows` packed rows.
 
@@ -115,7 +115,7 @@ def _contexts(
     pieces: Pieces,
     cut: _InTiles,
     begin_packed: np.ndarray,
-    common: Beginnings | None,
+    common: SharedPrefixes | None,
 ) -> Contexts:
     """Returns the contexts of the tiles, without the prefixes in `common`."""
     shape, request = batch.shape, pieces.request[cut.piece]
@@ -144,7 +144,7 @@ def _contexts(
 
 
 def _shared(
-    batch: Batch, pieces: Pieces, common: Beginnings, splits: Splits, joined: np.ndarray
+    batch: Batch, pieces: Pieces, common: SharedPrefixes, splits: Splits, joined: np.ndarray
 ) -> Dispatch:
     """Makes the dispatch that reads shared prefixes, with a Request for each row that shares one.
 

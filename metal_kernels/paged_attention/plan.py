@@ -14,7 +14,7 @@ from metal_kernels.pace import MOST_WORK
 from metal_kernels.paged_attention.dispatch import Dispatch, dispatch_of
 from metal_kernels.paged_attention.pieces import Batch, output_order
 from metal_kernels.paged_attention.shape import AttentionShape
-from metal_kernels.paged_attention.shared import beginnings
+from metal_kernels.paged_attention.shared import shared_prefixes
 from metal_kernels.paged_attention.splits import DEFAULT, MOST_FIXED_ROWS, Splits
 from metal_kernels.paged_attention.tiles import WIDE_ROWS, Tiles, power_of_two
 
@@ -87,7 +87,7 @@ def plan(
             shares = block_size is not None and splits.fixed is None and extent is None
             if decode and shares:
                 assert block_size is not None
-                common = beginnings(batch, piece, rows, tiles, block_tables, block_size)
+                common = shared_prefixes(batch, piece, rows, tiles, block_tables, block_size)
             made = dispatch_of(decode, rows, batch, piece, splits if tiles.split else None, common)
             dispatches.append(_widen(made, shape, tiles, splits))
             pieces.append(piece)

@@ -14,7 +14,7 @@ from metal_kernels.paged_attention.tiles import NO_WINDOW, Tiles
 
 
 @dataclass(frozen=True)
-class Beginnings:
+class SharedPrefixes:
     """G shared prefixes, and which one each of the P pieces of a dispatch has."""
 
     group: np.ndarray  # [P] int; -1: none
@@ -27,14 +27,14 @@ class Beginnings:
         return np.append(self.keys, 0)[self.group]
 
 
-def beginnings(
+def shared_prefixes(
     batch: Batch,
     pieces: Pieces,
     rows: int,
     tiles: Tiles,
     block_tables: np.ndarray,
     block_size: int,
-) -> Beginnings | None:
+) -> SharedPrefixes | None:
     """Returns the shared prefixes that are faster in a dispatch of their own; None if none are.
 
     `rows`: number of packed rows in a decode tile; `block_tables`: [R, W] int32.
@@ -66,7 +66,7 @@ def beginnings(
     group, lengths = number[group], lengths[pays]
     if not len(lengths) or 2 * int(packed.sum()) * _row_bytes(batch) > MOST_RESULTS:
         return None
-    return Beginnings(group, lengths * block_size, size)
+    return SharedPrefixes(group, lengths * block_size, size)
 
 
 def _row_bytes(batch: Batch) -> int:

@@ -82,4 +82,4 @@ def _wanted(layer: Layer) -> bool:
     return attends and layer.case.window is None and _requests(layer) > 1
 
 
-CHOICE = Choice("beginnings in common", _wanted, _search)
+CHOICE = Choice("shared prefixes", _wanted, _search)

@@ -84,14 +84,14 @@ def test_cold_and_warm_under_load(short, interpreted):
 def shared(monkeypatch):
     """Of each beginning that decoded rows share, the keys; whatever they save."""
     keys, module = [], sys.modules["metal_kernels.paged_attention.plan"]
-    of_layer, beginnings = Tiles.for_layer, module.beginnings
+    of_layer, shared_prefixes = Tiles.for_layer, module.shared_prefixes
 
     def noting(*arguments):
-        found = beginnings(*arguments)
+        found = shared_prefixes(*arguments)
         keys.extend(() if found is None else found.keys.tolist())
         return found
 
-    monkeypatch.setattr(module, "beginnings", noting)
+    monkeypatch.setattr(module, "shared_prefixes", noting)
     every = staticmethod(lambda *kind: replace(of_layer(*kind), shared=0))
     monkeypatch.setattr(Tiles, "for_layer", every)
     return keys
@@ -99,7 +99,7 @@ def shared(monkeypatch):
 
 @pytest.mark.more
 @pytest.mark.parametrize("speculative", [pytest.param(None, marks=pytest.mark.slow), NGRAM])
-def test_beginnings_in_common_under_load(short, interpreted, shared, speculative):
+def test_shared_prefixes_under_load(short, interpreted, shared, speculative):
     """Prefix hits, preemption and drafts to verify, over blocks that requests have in common."""
     tokens = text_tokens(short)
     common, others = tokens[:50], make_prompts(tokens, 10, 40)

@@ -231,7 +231,7 @@ def test_networks_that_draft(toys, method):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", ["full", "windowed", "hybrid"])
 def test_random_requests_over_two_small_pools(tiny_models, model, seed):
-    """Prompts that share beginnings, several at a time, at random engines; some are aborted."""
+    """Prompts that share prefixes, several at a time, at random engines; some are aborted."""
     rng, path = np.random.default_rng(seed), str(tiny_models / model)
     roots = [prompt_of(int(n), 50 + i) for i, n in enumerate(rng.integers(20, 160, 5))]
     prompts = []

@@ -236,7 +236,7 @@ def test_a_kernel_that_is_wrong_is_named(wrong):
 
 
 def test_a_beginning_that_is_shared_wrongly_is_found():
-    """By the check of what joins it; then contexts are not split, and beginnings not shared."""
+    """By the check of what joins it; then contexts are not split, and prefixes not shared."""
 
     def exchanged(requests):  # the queries of the listed rows
         return mx.concatenate([requests[::-1, :1], requests[:, 1:]], axis=1)

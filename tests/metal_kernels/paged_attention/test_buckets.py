@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beginnings that requests share: gathered once, attended to by all."""
+"""Prefixes that requests share: gathered once, attended to by all."""
 
 from dataclasses import replace
 from unittest import mock
@@ -78,7 +78,7 @@ family = st.tuples(st.integers(0, 6), st.lists(request, min_size=1, max_size=4))
     in_pieces=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_batches_with_common_beginnings_equal_the_formula(
+def test_batches_with_shared_prefixes_equal_the_formula(
     families, with_sinks, softcap, extent, in_pieces, seed
 ):
     rng = np.random.default_rng(seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Beginnings that requests have in common are read once in decode, and results stay right."""
+"""Prefixes that requests share are read once in decode, and results stay right."""
 
 import itertools
 from dataclasses import replace
@@ -295,7 +295,7 @@ def test_the_results_of_parts_stay_within_their_memory(num_requests, length):
     assert (made.shared is None) == (num_requests == 1000)
 
 
-def test_a_step_without_beginnings_in_common_is_planned_as_ever():
+def test_a_step_without_shared_prefixes_is_planned_as_ever():
     found, wanted = [], []
     starts, lens = np.arange(9, dtype=np.int32), np.full(8, 3000, np.int32)
     tables = np.arange(8 * 188, dtype=np.int32).reshape(8, 188)

@@ -52,7 +52,7 @@ def test_verify_windows(group, rows):
         pytest.param(1, 32, 1, 430, 400, mx.float16, marks=pytest.mark.slow),
     ],
 )
-def test_beginnings_in_common_are_read_once(group, batch, rows, context, common, dtype):
+def test_shared_prefixes_are_read_once(group, batch, rows, context, common, dtype):
     """The rows of as many requests as the largest tile takes."""
     shape = AttentionShape(2 * group, 2, 64, 64)
     work = Workload("", shape, batch, rows, context, dtype, common)

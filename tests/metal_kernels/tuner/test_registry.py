@@ -81,7 +81,7 @@ LENGTHS = (256, 512, 1024, 2048, 4096)
 
 
 @pytest.mark.parametrize("first", [*LENGTHS, None])
-def test_the_planted_length_of_beginnings_is_found(first):
+def test_the_planted_length_of_shared_prefixes_is_found(first):
     """By default seven tiles need not read 1024 positions, which is the first to save 4096 keys."""
 
     def seconds(arm: shared.Arm) -> float:
@@ -98,7 +98,7 @@ def test_the_planted_length_of_beginnings_is_found(first):
 
 
 @pytest.mark.parametrize("shared_takes", [0.96e-3, 1.04e-3])
-def test_beginnings_are_shared_as_by_default_unless_5_per_cent_are_lost(shared_takes):
+def test_prefixes_are_shared_as_by_default_unless_5_per_cent_are_lost(shared_takes):
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
         found = shared.search(
@@ -200,7 +200,7 @@ def test_choices_are_left_where_there_is_nothing_to_choose():
     assert wanted == {
         "parts of contexts",
         "tiles of drafts",
-        "beginnings in common",
+        "shared prefixes",
         "prompts by MLX's attention",
     }
     one_tile = replace(layer_of(CASE), tiles=Tiles((8,), (64,), False), gathered=False)

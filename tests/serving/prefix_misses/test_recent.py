@@ -51,7 +51,7 @@ def test_what_prompts_share_is_kept_once_and_let_go_with_the_last_of_them():
     assert closest is None
 
 
-def test_of_equal_beginnings_the_newest_counts():
+def test_of_equal_prefixes_the_newest_counts():
     recent = RecentPrompts(8)
     for last in (1, 2, 3):
         recent.add(Prompt.of([7, 7, last]))
