@@ -14,14 +14,14 @@ from metal_kernels.tuner.search import Measure, duel, fewest
 from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
 
-class Arm(NamedTuple):
+class Variant(NamedTuple):
     """A timed alternative: our kernel or MLX's function (`way`), for a prompt of `rows` rows."""
 
     way: str
     rows: int
 
 
-def search(measure: Measure[Arm], prompts: Sequence[int]) -> Chosen:
+def search(measure: Measure[Variant], prompts: Sequence[int]) -> Chosen:
     """Finds the size of prompts from which on MLX's function is clearly faster than our kernel.
 
     prompts: numbers of rows, ascending.
@@ -29,7 +29,7 @@ def search(measure: Measure[Arm], prompts: Sequence[int]) -> Chosen:
     gains = {}
 
     def wins(rows: int) -> bool:
-        result = duel(measure, *(Arm(way, rows) for way in WAYS))
+        result = duel(measure, *(Variant(way, rows) for way in WAYS))
         gains[rows] = result.gain
         return result.clear
 
@@ -38,13 +38,15 @@ def search(measure: Measure[Arm], prompts: Sequence[int]) -> Chosen:
 
 
 def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
-    calls: dict[Arm, Call] = {}
+    calls: dict[Variant, Call] = {}
 
-    def measure(arm: Arm) -> Timing:
-        if arm not in calls:
-            arms = (Arm(way, arm.rows) for way in WAYS)
-            calls.update(zip(arms, ways_through(layer.case, arm.rows), strict=True))
-        return stopwatch.time_call(f"{arm.rows} rows through states by {arm.way}", calls[arm])
+    def measure(variant: Variant) -> Timing:
+        if variant not in calls:
+            variants = (Variant(way, variant.rows) for way in WAYS)
+            calls.update(zip(variants, ways_through(layer.case, variant.rows), strict=True))
+        return stopwatch.time_call(
+            f"{variant.rows} rows through states by {variant.way}", calls[variant]
+        )
 
     return search(measure, layer.prompts)
 

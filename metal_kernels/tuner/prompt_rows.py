@@ -21,7 +21,7 @@ _SHARES = (32, 4, 1)
 _SIZES = 4
 
 
-class Arm(NamedTuple):
+class Variant(NamedTuple):
     """A timed alternative: our kernel or MLX's attention (`way`), for a context's last `rows`."""
 
     way: str
@@ -29,7 +29,7 @@ class Arm(NamedTuple):
     context: int
 
 
-def search(measure: Measure[Arm], contexts: Sequence[int], prompts: Sequence[int]) -> Chosen:
+def search(measure: Measure[Variant], contexts: Sequence[int], prompts: Sequence[int]) -> Chosen:
     """Finds, for each context length, the number of rows from which MLX's attention is faster.
 
     contexts: numbers of positions. prompts: numbers of rows, ascending.
@@ -45,35 +45,39 @@ def search(measure: Measure[Arm], contexts: Sequence[int], prompts: Sequence[int
 
 
 def _fewest(
-    measure: Measure[Arm], context: int, prompts: Sequence[int]
+    measure: Measure[Variant], context: int, prompts: Sequence[int]
 ) -> tuple[int | None, float]:
     """Returns the number of rows from which MLX's attention wins, or None, and its gain there."""
     seen: dict[int, tuple[Timing, Timing]] = {}
 
     def wins(rows: int) -> bool:
-        ours, mlx = (measure(Arm(way, rows, context)) for way in WAYS)
+        ours, mlx = (measure(Variant(way, rows, context)) for way in WAYS)
         seen[rows] = ours, mlx
         return is_clear((ours,), (mlx,))
 
     rows = fewest(wins, prompts)
     if rows is None:
         return None, 1.0
-    mlx, ours = (measure(Arm(way, rows, context)) for way in reversed(WAYS))
+    mlx, ours = (measure(Variant(way, rows, context)) for way in reversed(WAYS))
     result = Duel((seen[rows][0], ours), (seen[rows][1], mlx))
     return (rows, result.gain) if result.clear else (None, 1.0)
 
 
 def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
     contexts = [layer.context // share for share in _SHARES]
-    over, calls = Pool(layer.case, layer.context), dict[Arm, Call]()
+    over, calls = Pool(layer.case, layer.context), dict[Variant, Call]()
 
-    def measure(arm: Arm) -> Timing:
-        if arm not in calls:
+    def measure(variant: Variant) -> Timing:
+        if variant not in calls:
             # A context that exceeds a command buffer is timed with the largest one that fits.
-            batch = bounded(layer.case, (1, arm.rows, max(arm.context, arm.rows)), 1)
-            ours = arm.way == WAYS[0]
-            calls[arm] = over.attend(*batch, layer.tiles) if ours else over.attend_gathered(*batch)
-        return stopwatch.time_call(f"{arm.rows} rows of {arm.context} by {arm.way}", calls[arm])
+            batch = bounded(layer.case, (1, variant.rows, max(variant.context, variant.rows)), 1)
+            ours = variant.way == WAYS[0]
+            calls[variant] = (
+                over.attend(*batch, layer.tiles) if ours else over.attend_gathered(*batch)
+            )
+        return stopwatch.time_call(
+            f"{variant.rows} rows of {variant.context} by {variant.way}", calls[variant]
+        )
 
     return search(measure, contexts, layer.prompts[:_SIZES])
 

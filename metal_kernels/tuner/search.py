@@ -58,7 +58,7 @@ class Duel:
 def is_clear(first: Sequence[Timing], second: Sequence[Timing]) -> bool:
     """Returns whether `second` is faster by LEAST_GAIN and by more than the noise."""
     gain = fmean(_logs(first)) - fmean(_logs(second))
-    noise = sqrt(sum(_squared_error(arm) for arm in (first, second)))
+    noise = sqrt(sum(_squared_error(variant) for variant in (first, second)))
     return gain - _ERRORS * noise >= log(LEAST_GAIN)
 
 
@@ -105,11 +105,11 @@ def fewest(wins: Callable[[int], bool], sizes: Sequence[int]) -> int | None:
     return sizes[high]
 
 
-def _logs(arm: Sequence[Timing]) -> list[float]:
-    return [log(window) for timing in arm for window in timing.windows]
+def _logs(timings: Sequence[Timing]) -> list[float]:
+    return [log(window) for timing in timings for window in timing.windows]
 
 
-def _squared_error(arm: Sequence[Timing]) -> float:
+def _squared_error(timings: Sequence[Timing]) -> float:
     """Estimates the squared standard error of the mean log time, from the spread of windows."""
-    spreads = [variance([log(window) for window in timing.windows]) for timing in arm]
-    return fmean(spreads) / sum(len(timing.windows) for timing in arm)
+    spreads = [variance([log(window) for window in timing.windows]) for timing in timings]
+    return fmean(spreads) / sum(len(timing.windows) for timing in timings)

@@ -19,14 +19,14 @@ _SHARES = (16, 8, 4, 2, 1)
 _TAIL = 256  # positions that are not shared
 
 
-class Arm(NamedTuple):
+class Variant(NamedTuple):
     """A timed alternative: requests that read a common prefix together, or each by itself."""
 
     shares: bool
     common: int
 
 
-def search(measure: Measure[Arm], lengths: Sequence[int], saved: int) -> Chosen:
+def search(measure: Measure[Variant], lengths: Sequence[int], saved: int) -> Chosen:
     """Finds the shortest prefix that is faster to share; keeps the default without a clear gain.
 
     lengths: positions of the prefix, ascending. saved: tiles that need not read the prefix.
@@ -38,7 +38,7 @@ def search(measure: Measure[Arm], lengths: Sequence[int], saved: int) -> Chosen:
 
     def wins(common: int) -> bool:
         by_default = shares(common)
-        result = duel(measure, Arm(by_default, common), Arm(not by_default, common))
+        result = duel(measure, Variant(by_default, common), Variant(not by_default, common))
         gains[common] = result.gain
         return by_default != result.clear
 
@@ -58,16 +58,16 @@ def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
     longest, block = layer.context // requests, layer.case.block_size
     lengths = sorted({max(longest // share // block, 1) * block for share in _SHARES})
     over = timing.Layer(layer.case, requests * (lengths[-1] + _TAIL))
-    calls: dict[Arm, timing.Call] = {}
+    calls: dict[Variant, timing.Call] = {}
 
-    def measure(arm: Arm) -> Timing:
-        if arm not in calls:
-            tiles = replace(layer.tiles, shared=0 if arm.shares else None)
-            context = arm.common + _TAIL
-            calls[arm] = over.attend(requests, 1, context, tiles, common=arm.common)
-        way = "shared" if arm.shares else "read apart"
-        what = f"{requests} x {arm.common + _TAIL}, {arm.common} in common {way}"
-        return stopwatch.time_call(what, calls[arm])
+    def measure(variant: Variant) -> Timing:
+        if variant not in calls:
+            tiles = replace(layer.tiles, shared=0 if variant.shares else None)
+            context = variant.common + _TAIL
+            calls[variant] = over.attend(requests, 1, context, tiles, common=variant.common)
+        way = "shared" if variant.shares else "read apart"
+        what = f"{requests} x {variant.common + _TAIL}, {variant.common} in common {way}"
+        return stopwatch.time_call(what, calls[variant])
 
     return search(measure, lengths, requests - 1)
 

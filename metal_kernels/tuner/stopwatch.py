@@ -22,8 +22,8 @@ WINDOWS, WINDOW = 5, 0.4  # per timing; seconds of each
 BATCH = 0.05
 #: Limit of the second slowest window over the second fastest; above it something else runs.
 _STEADY = 1.3
-#: Limit of a timing over the arm's first one; above it the machine's state has changed. 28 % was
-#: seen on a hot machine (mlx#3842).
+#: Limit of a timing over the variant's first one; above it the machine's state has changed. 28 %
+#: was seen on a hot machine (mlx#3842).
 _SAME = 1.2
 
 #: Runs a number of calls to completion.
@@ -36,9 +36,9 @@ class Unsteady(Exception):
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call of an arm (one of the alternatives to compare), in each window."""
+    """Seconds per call of a variant (one of the alternatives to compare), in each window."""
 
-    arm: str
+    variant: str
     windows: tuple[float, ...]
 
     @property
@@ -48,7 +48,7 @@ class Timing:
 
 @dataclass
 class Stopwatch:
-    """Times arms (alternatives to compare) one after the other, and records the timings."""
+    """Times variants (alternatives to compare) one after the other, and records the timings."""
 
     #: Raises Unsteady if the system reports a problem; called before each timing.
     watch: Callable[[], None] = lambda: None
@@ -59,11 +59,11 @@ class Stopwatch:
     timings: list[Timing] = field(default_factory=list)
     _ended: float | None = None  # when the last timing ended
 
-    def time(self, arm: str, run: Run) -> Timing:
+    def time(self, variant: str, run: Run) -> Timing:
         """Times calls of `run` in several windows, after a warm-up, and records the timing.
 
         Raises:
-            Unsteady: the windows differ too much, or the arm differs from its first timing.
+            Unsteady: the windows differ too much, or the variant differs from its first timing.
         """
         self.watch()
         batch = self._warm(run)
@@ -75,7 +75,7 @@ class Stopwatch:
                 calls += batch
             windows.append(took / calls)
         self._ended = self.clock()
-        return self.keep(Timing(arm, tuple(windows)))
+        return self.keep(Timing(variant, tuple(windows)))
 
     def keep(self, timing: Timing) -> Timing:
         """Records a timing, also one from another process.
@@ -85,23 +85,23 @@ class Stopwatch:
         """
         self.timings.append(timing)
         # Drop one outlier on either side.
-        arm, (_, fast, *_, slow, _) = timing.arm, sorted(timing.windows)
+        variant, (_, fast, *_, slow, _) = timing.variant, sorted(timing.windows)
         if slow > fast * _STEADY:
             raise Unsteady(
-                f"{arm} took {_micros(fast)} to {_micros(slow)} within seconds: something else is "
-                "running, or the GPU is changing its clock"
+                f"{variant} took {_micros(fast)} to {_micros(slow)} within seconds: something else "
+                "is running, or the GPU is changing its clock"
             )
-        before = next(kept.seconds for kept in self.timings if kept.arm == arm)
+        before = next(kept.seconds for kept in self.timings if kept.variant == variant)
         if max(before, timing.seconds) > min(before, timing.seconds) * _SAME:
             raise Unsteady(
-                f"{arm} took {_micros(before)} first, and {_micros(timing.seconds)} later: the "
+                f"{variant} took {_micros(before)} first, and {_micros(timing.seconds)} later: the "
                 "machine is hot, or busy with something else"
             )
         return timing
 
-    def time_call(self, arm: str, call: Call) -> Timing:
+    def time_call(self, variant: str, call: Call) -> Timing:
         """Times calls that each take the previous one's fence."""
-        return self.time(arm, lambda count: queue(call, count))
+        return self.time(variant, lambda count: queue(call, count))
 
     def _warm(self, run: Run) -> int:
         """Warms up; returns how many calls make up a batch."""

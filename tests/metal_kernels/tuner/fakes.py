@@ -34,12 +34,12 @@ class Machine:
 
         return run
 
-    def time(self, arm: object, seconds: float) -> Timing:
-        return self.stopwatch.time(str(arm), self.work(seconds))
+    def time(self, variant: object, seconds: float) -> Timing:
+        return self.stopwatch.time(str(variant), self.work(seconds))
 
 
 class Once(Stopwatch):
-    """Runs each arm a few times, whatever it takes."""
+    """Runs each variant a few times, whatever it takes."""
 
     def __init__(self) -> None:
         super().__init__(window=0.0, warm_up=0.0, batch=0.0)

@@ -21,7 +21,7 @@ from metal_kernels.tuner import (
     shared,
 )
 from metal_kernels.tuner.choice import Layer
-from metal_kernels.tuner.long_prompt import Arm
+from metal_kernels.tuner.long_prompt import Variant
 from metal_kernels.tuner.registry import CHOICES, OF_PROCESSES
 from metal_kernels.tuner.shares import facts, shares
 from metal_kernels.tuner.stopwatch import Timing
@@ -56,13 +56,13 @@ def test_the_planted_tile_of_drafts_is_found(best):
 
 @pytest.mark.parametrize("first", [*PROMPTS, None])
 def test_the_planted_length_of_prompts_is_found(first):
-    def seconds(arm: Arm) -> float:
-        wins = first is not None and arm.rows >= first
-        return arm.rows * 1e-5 * ((0.7 if wins else 1.3) if arm.way == "mlx" else 1.0)
+    def seconds(variant: Variant) -> float:
+        wins = first is not None and variant.rows >= first
+        return variant.rows * 1e-5 * ((0.7 if wins else 1.3) if variant.way == "mlx" else 1.0)
 
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
-        found = long_prompt.search(lambda arm: machine.time(arm, seconds(arm)), PROMPTS)  # noqa: B023
+        found = long_prompt.search(lambda variant: machine.time(variant, seconds(variant)), PROMPTS)  # noqa: B023
         assert found.values == {"long_prompt": first}
         assert len(machine.stopwatch.timings) <= 24
 
@@ -71,7 +71,7 @@ def test_a_prompt_by_mlx_must_be_faster_by_5_per_cent():
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
         found = long_prompt.search(
-            lambda arm: machine.time(arm, 1e-3 if arm.way == "mlx" else 1.04e-3),  # noqa: B023
+            lambda variant: machine.time(variant, 1e-3 if variant.way == "mlx" else 1.04e-3),  # noqa: B023
             PROMPTS,
         )
         assert found.values == {"long_prompt": None}
@@ -84,13 +84,13 @@ LENGTHS = (256, 512, 1024, 2048, 4096)
 def test_the_planted_length_of_shared_prefixes_is_found(first):
     """By default seven tiles need not read 1024 positions, which is the first to save 4096 keys."""
 
-    def seconds(arm: shared.Arm) -> float:
-        wins = first is not None and arm.common >= first
-        return arm.common * 1e-6 * ((0.7 if wins else 1.3) if arm.shares else 1.0)
+    def seconds(variant: shared.Variant) -> float:
+        wins = first is not None and variant.common >= first
+        return variant.common * 1e-6 * ((0.7 if wins else 1.3) if variant.shares else 1.0)
 
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
-        found = shared.search(lambda arm: machine.time(arm, seconds(arm)), LENGTHS, 7)  # noqa: B023
+        found = shared.search(lambda variant: machine.time(variant, seconds(variant)), LENGTHS, 7)  # noqa: B023
         wanted = {1024: LEAST_SAVED, None: None}.get(first, 7 * (first or 0))
         assert found.values == {"shared": wanted}
         assert (found.gain > 1.1) == (first != 1024)
@@ -102,7 +102,7 @@ def test_prefixes_are_shared_as_by_default_unless_5_per_cent_are_lost(shared_tak
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
         found = shared.search(
-            lambda arm: machine.time(arm, shared_takes if arm.shares else 1e-3),  # noqa: B023
+            lambda variant: machine.time(variant, shared_takes if variant.shares else 1e-3),  # noqa: B023
             LENGTHS,
             7,
         )
@@ -117,12 +117,19 @@ def test_the_planted_rows_of_prompts_by_mlx_are_found_for_each_context(seed):
     drawn = random.Random(seed)
     first = {context: drawn.choice([*PROMPTS[:4], None]) for context in CONTEXTS}
 
-    def seconds(arm: prompt_rows.Arm) -> float:
-        wins = first[arm.context] is not None and arm.rows >= first[arm.context]
-        return arm.rows * arm.context * 1e-8 * ((0.7 if wins else 1.3) if arm.way == "mlx" else 1.0)
+    def seconds(variant: prompt_rows.Variant) -> float:
+        wins = first[variant.context] is not None and variant.rows >= first[variant.context]
+        return (
+            variant.rows
+            * variant.context
+            * 1e-8
+            * ((0.7 if wins else 1.3) if variant.way == "mlx" else 1.0)
+        )
 
     machine = Machine(seed, noise=0.1)
-    found = prompt_rows.search(lambda arm: machine.time(arm, seconds(arm)), CONTEXTS, PROMPTS[:4])
+    found = prompt_rows.search(
+        lambda variant: machine.time(variant, seconds(variant)), CONTEXTS, PROMPTS[:4]
+    )
     assert found.values == {"prompt_rows": {str(at): rows for at, rows in first.items()}}
     assert len(machine.stopwatch.timings) <= 24
     wins = sum(rows is not None for rows in first.values())
@@ -133,7 +140,7 @@ def test_prompts_by_mlx_must_be_faster_by_5_per_cent_in_both_orders():
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
         found = prompt_rows.search(
-            lambda arm: machine.time(arm, 1e-3 if arm.way == "mlx" else 1.04e-3),  # noqa: B023
+            lambda variant: machine.time(variant, 1e-3 if variant.way == "mlx" else 1.04e-3),  # noqa: B023
             CONTEXTS,
             PROMPTS[:4],
         )
@@ -141,8 +148,8 @@ def test_prompts_by_mlx_must_be_faster_by_5_per_cent_in_both_orders():
     # The second of a pair is slower, whichever it is, where ours is timed last.
     times = {"metal": iter([1.3, 1.3, 1.3, 1.0]), "mlx": iter([1.0] * 4)}
 
-    def measure(arm: prompt_rows.Arm) -> Timing:
-        return Timing(str(arm), (next(times[arm.way]),) * 5)
+    def measure(variant: prompt_rows.Variant) -> Timing:
+        return Timing(str(variant), (next(times[variant.way]),) * 5)
 
     found = prompt_rows.search(measure, (1024,), PROMPTS[:4])
     assert found.values == {"prompt_rows": {"1024": None}} and found.gain == 1.0
@@ -153,7 +160,7 @@ def test_a_fused_kernel_is_forced_unless_mlx_knows_better(forced, kept):
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
         found = force_fused.search(
-            lambda arm: machine.time(arm, 1e-3 * (forced if arm else 1.0))  # noqa: B023
+            lambda variant: machine.time(variant, 1e-3 * (forced if variant else 1.0))  # noqa: B023
         )
         assert found.values == {"force_fused": kept}
         assert len(machine.stopwatch.timings) <= 24
@@ -192,7 +199,7 @@ def test_every_choice_runs_on_a_layer(choice, monkeypatch):
     by_mlx = {prompt_rows.CHOICE: {False}, force_fused.CHOICE: {False, True}}
     assert forced == by_mlx.get(choice, set())
     if choice is force_fused.CHOICE:  # by the longest of the layer's prompts
-        assert {timing.arm.split(",")[0] for timing in stopwatch.timings} == {"24 rows"}
+        assert {timing.variant.split(",")[0] for timing in stopwatch.timings} == {"24 rows"}
 
 
 def test_choices_are_left_where_there_is_nothing_to_choose():
@@ -214,7 +221,7 @@ def test_choices_are_left_where_there_is_nothing_to_choose():
 def test_a_process_times_as_many_dispatches_as_a_step_has():
     stopwatch = Once()
     dispatches.time_step(stopwatch, layers=2)
-    assert [timing.arm for timing in stopwatch.timings] == ["28 dispatches in a row"]
+    assert [timing.variant for timing in stopwatch.timings] == ["28 dispatches in a row"]
     assert set(OF_PROCESSES) == {"dispatches"}
 
 

@@ -44,7 +44,7 @@ def test_no_change_under_5_per_cent_is_taken_in_noise(gain):
 @pytest.mark.parametrize(("gain", "taken"), [(1.049, False), (1.051, True), (0.5, False)])
 def test_a_quiet_machines_changes_count_from_5_per_cent_on(gain, taken):
     machine = Machine()
-    found = confirmed(lambda arm: machine.time(arm, {"a": gain, "b": 1.0}[arm] * 1e-3), "a", "b")
+    found = confirmed(lambda v: machine.time(v, {"a": gain, "b": 1.0}[v] * 1e-3), "a", "b")
     assert found.value == ("b" if taken else "a")
     assert found.gain == pytest.approx(gain if taken else 1.0)
 
@@ -52,19 +52,19 @@ def test_a_quiet_machines_changes_count_from_5_per_cent_on(gain, taken):
 def test_a_gain_in_one_order_alone_is_none():
     """The second of a pair is faster, whichever it is: a clock that rises."""
     times = iter([1.3, 1.0, 1.3, 1.2])
-    assert not duel(lambda arm: Timing(arm, (next(times),) * 5), "a", "b").clear
+    assert not duel(lambda v: Timing(v, (next(times),) * 5), "a", "b").clear
     order = []
 
-    def measure(arm: str) -> Timing:
-        order.append(arm)
-        return Timing(arm, (1.0,) * 5)
+    def measure(v: str) -> Timing:
+        order.append(v)
+        return Timing(v, (1.0,) * 5)
 
     duel(measure, "a", "b")
     assert order == ["a", "b", "b", "a"]
 
 
 def test_equal_values_are_not_timed():
-    assert confirmed(lambda arm: pytest.fail("timed"), 3, 3).value == 3
+    assert confirmed(lambda v: pytest.fail("timed"), 3, 3).value == 3
 
 
 @pytest.mark.parametrize("first", [*SIZES, None])

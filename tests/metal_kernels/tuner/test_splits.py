@@ -94,4 +94,4 @@ def test_the_parts_of_a_layer_are_timed_by_their_lengths():
     assert set(chosen.values) == {"part_cost", "slots"}
     assert 2 <= len(stopwatch.timings) <= 6
     for length in (16, 64):
-        assert any(f"fixed={length}," in timing.arm for timing in stopwatch.timings)
+        assert any(f"fixed={length}," in timing.variant for timing in stopwatch.timings)

@@ -20,7 +20,7 @@ def test_five_windows_of_fixed_time_count_whatever_a_call_takes(seconds):
         ran.append((machine.now, count))
         machine.now += count * seconds
 
-    timing = stopwatch.time("arm", run)
+    timing = stopwatch.time("variant", run)
     assert timing.windows == pytest.approx([seconds] * 5)
     first = next(index for index, (now, _) in enumerate(ran) if now >= seconds + 1.0)
     timed = sum(count for _, count in ran[first:]) * seconds
@@ -35,7 +35,7 @@ def test_the_gpu_is_warmed_up_by_the_clock_and_again_after_a_pause():
 
     def warmed() -> float:
         before = machine.now
-        machine.time("arm", 1e-3)
+        machine.time("variant", 1e-3)
         return machine.now - before - 5 * 0.05
 
     assert warmed() == pytest.approx(1.0, abs=0.1)
@@ -45,7 +45,7 @@ def test_the_gpu_is_warmed_up_by_the_clock_and_again_after_a_pause():
 
 
 def test_one_window_that_something_else_spoils_does_not_count():
-    timing = Timing("arm", (1.0, 1.1, 9.0, 1.0, 0.9))
+    timing = Timing("variant", (1.0, 1.1, 9.0, 1.0, 0.9))
     assert Stopwatch().keep(timing).seconds == 1.0
 
 
@@ -70,7 +70,7 @@ def test_a_machine_that_says_itself_that_it_is_unsteady_is_not_timed():
         raise Unsteady("on battery")
 
     with pytest.raises(Unsteady, match="on battery"):
-        Stopwatch(watch).time("arm", lambda count: pytest.fail("it was timed"))
+        Stopwatch(watch).time("variant", lambda count: pytest.fail("it was timed"))
 
 
 def test_calls_take_the_fence_of_the_one_before():
@@ -81,6 +81,6 @@ def test_calls_take_the_fence_of_the_one_before():
         return [fence + 1]
 
     with kernel.using(metal_interpreter.metal_kernel):
-        Once().time_call("arm", call)
+        Once().time_call("variant", call)
     # What compiles, a warm-up and five windows, each from zero.
     assert len(fences) >= 7 and all(fence.tolist() == [0] * fence.size for fence in fences[:1])
