@@ -2,9 +2,9 @@
 """Runs engine steps through this machine's kernels and compares them with the references."""
 
 from metal_kernels.selfcheck.case import (
+    BACKENDS,
     CHOICES,
     KERNELS,
-    WAYS,
     Case,
     Check,
     Outcome,
@@ -21,10 +21,10 @@ from metal_kernels.selfcheck.checks import (
 from metal_kernels.selfcheck.timing import Work, copy_bandwidth, works
 
 __all__ = [
+    "BACKENDS",
     "CHOICES",
     "KERNELS",
     "STEPS",
-    "WAYS",
     "Case",
     "Check",
     "Outcome",

@@ -33,14 +33,14 @@ KERNELS = (
     "recurrence",
     "rotation",
 )
-#: Checked after the kernels: the fastest way for rows to attend, and for long prompts through the
-#: delta rule. Their outcomes have the times of each way.
+#: Checked after the kernels: the fastest backend for attention, and for long prompts through the
+#: delta rule. Their outcomes have the times of each backend.
 CHOICES = ("decode_way", "prefill_way", "recurrence_way")
-#: The ways: our kernels; or MLX's fused attention over contexts read by `kv_gather`, and its
+#: Our kernels; or MLX's fused attention over contexts read by `kv_gather`, and its
 #: chunked delta rule between a read and a write by `kv_states`.
-WAYS = ("metal", "mlx")
-#: The first of WAYS is only replaced by one that is faster by more than this share: repeated runs
-#: differ by a few percent.
+BACKENDS = ("metal", "mlx")
+#: The first of BACKENDS is only replaced by one that is faster by more than this share: repeated
+#: runs differ by a few percent.
 TIE = 0.05
 _DTYPES = ("dtype", "cache_dtype")
 
@@ -174,7 +174,7 @@ class Outcome:
     rows: int | None = None  # packed rows of the checked tile; None: no tiles
     wide: bool = False  # as in its check
     log: str = ""  # an exception's full message; `detail` is a line of it
-    #: For one of CHOICES: median seconds by way, then call. Empty: not timed.
+    #: For one of CHOICES: median seconds by backend, then call. Empty: not timed.
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     #: For "decode_way": by call, our kernels' share of the machine's peak, see
     #: `contiguous.decode_shares`.
@@ -184,16 +184,18 @@ class Outcome:
     def check(self) -> Check:
         return Check(self.kernel, self.rows, self.wide)
 
-    def gain(self, way: str) -> float:
-        """Speedup of `way` ("mlx") over our kernels: geometric mean over the timed calls."""
-        first = self.times[WAYS[0]]
-        return exp(fmean(log(first[call] / seconds) for call, seconds in self.times[way].items()))
+    def gain(self, backend: str) -> float:
+        """Speedup of `backend` ("mlx") over our kernels: geometric mean over the timed calls."""
+        first = self.times[BACKENDS[0]]
+        return exp(
+            fmean(log(first[call] / seconds) for call, seconds in self.times[backend].items())
+        )
 
     @property
     def fastest(self) -> str:
         """The faster of "metal" (our kernels) and "mlx"; "metal" in a tie or without timings."""
-        best = max(self.times, key=self.gain) if self.ok and self.times else WAYS[0]
-        return best if best in self.times and self.gain(best) > 1 + TIE else WAYS[0]
+        best = max(self.times, key=self.gain) if self.ok and self.times else BACKENDS[0]
+        return best if best in self.times and self.gain(best) > 1 + TIE else BACKENDS[0]
 
     @property
     def fewest_rows(self) -> int | None:
@@ -202,7 +204,7 @@ class Outcome:
         Reads row counts from the names of the timed calls, "1 x ROWS of ...".
         """
         fewest = None
-        ours, others = (self.times.get(way, {}) if self.ok else {} for way in WAYS)
+        ours, others = (self.times.get(backend, {}) if self.ok else {} for backend in BACKENDS)
         rows = sorted((int(call.split()[2]), call) for call in ours if call in others)
         for count, call in reversed(rows):
             if ours[call] <= others[call] * (1 + TIE):

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from metal_kernels.op_common import CODE_DTYPES
-from metal_kernels.selfcheck.case import WAYS, Case
+from metal_kernels.selfcheck.case import BACKENDS, Case
 
 # Gathering first, as MLX would serve a pool, moves three times the bytes: our kernels beat that
 # even at half their speed.
 
-#: Besides WAYS; cannot serve, because a pool has K and V in blocks.
-WAY = "contiguous"
+#: Besides BACKENDS; cannot serve, because a pool has K and V in blocks.
+BACKEND = "contiguous"
 
 
 def serves(case: Case) -> bool:
@@ -67,9 +67,9 @@ def decode_shares(
         supports the case: their speed relative to its attention over contiguous K and V.
     """
     found = {}
-    theirs = times.pop(WAY, {})
+    theirs = times.pop(BACKEND, {})
     row = case.row_bytes * (1 if case.shape.latent else 2)
-    for name, seconds in times[WAYS[0]].items():
+    for name, seconds in times[BACKENDS[0]].items():
         requests, _, _, _, context = name.split()
         positions = min(int(context), case.window or int(context))
         found[name] = {"copy": int(requests) * positions * row / seconds / copy}

@@ -12,7 +12,7 @@ import numpy as np
 
 from metal_kernels import kv_states, recurrence
 from metal_kernels.op_common import BITS
-from metal_kernels.selfcheck.case import WAYS, Case
+from metal_kernels.selfcheck.case import BACKENDS, Case
 from metal_kernels.selfcheck.states import make_pools, parts_of, recurrence_rows
 from metal_kernels.selfcheck.timing import Call, in_turn
 from metal_kernels.sequences import Sequences
@@ -30,17 +30,17 @@ def compare(
     """Times our kernel and MLX's chunked function alternately, as `timing.compare` does.
 
     case: a layer with float32 states, the delta rule and one decay per head. prompts: numbers of
-    rows to time. Returns median seconds per call, by WAYS ("metal", "mlx"), then call.
+    rows to time. Returns median seconds per call, by BACKENDS ("metal", "mlx"), then call.
     """
-    found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    found: dict[str, dict[str, float]] = {backend: {} for backend in BACKENDS}
     for num_rows in prompts:
-        ways = ways_through(case, num_rows)
-        for way, seconds in zip(WAYS, in_turn(ways, _CALLS, clock), strict=True):
-            found[way][f"1 x {num_rows}"] = seconds
+        times = in_turn(backend_calls(case, num_rows), _CALLS, clock)
+        for backend, seconds in zip(BACKENDS, times, strict=True):
+            found[backend][f"1 x {num_rows}"] = seconds
     return found
 
 
-def ways_through(case: Case, num_rows: int) -> tuple[Call, Call]:
+def backend_calls(case: Case, num_rows: int) -> tuple[Call, Call]:
     """Returns calls of our kernel and of MLX that advance a state by `num_rows` rows."""
     part = parts_of(case)[1]
     pools, split = make_pools(case, part, fill=0)

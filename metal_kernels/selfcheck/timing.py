@@ -28,7 +28,7 @@ from metal_kernels.paged_attention.fused import is_plain
 from metal_kernels.paged_attention.prompts import PromptPlan
 from metal_kernels.paged_attention.splits import DEFAULT
 from metal_kernels.selfcheck import contiguous
-from metal_kernels.selfcheck.case import WAYS, Case, dtype_name
+from metal_kernels.selfcheck.case import BACKENDS, Case, dtype_name
 
 #: Bytes of K and V that calls cycle through, so that none finds its own in a system cache: an
 #: Ultra's holds 96 MB.
@@ -115,25 +115,26 @@ def compare(
         rotated: bytes of K and V that the calls cycle through; None: ROTATED on a GPU.
 
     Returns:
-        Median seconds per call, by WAYS ("metal", "mlx"), then call. Decodes include "contiguous",
-        MLX's attention over contiguous K and V, if MLX supports the case.
+        Median seconds per call, by BACKENDS ("metal", "mlx"), then call. Decodes include
+        "contiguous", MLX's attention over contiguous K and V, if MLX supports the case.
     """
     calls = _COMPARED_CALLS[choice]
     batches = [bounded(case, batch, calls) for batch in batches or COMPARED[choice]]
     layer = Layer(case, max(requests * context for requests, _, context in batches), rotated)
-    found: dict[str, dict[str, float]] = {way: {} for way in WAYS}
+    found: dict[str, dict[str, float]] = {backend: {} for backend in BACKENDS}
     for requests, query, context in batches:
         name = f"{requests} x {query} of {context}"
-        ours, gathering = WAYS
-        ways = {
+        ours, gathering = BACKENDS
+        by_backend = {
             ours: layer.attend(requests, query, context, tiles),
             gathering: layer.attend_gathered(requests, query, context),
         }
         if choice == "decode_way" and contiguous.serves(case):
             size = rotated_here() if rotated is None else rotated
-            ways[contiguous.WAY] = contiguous.attend(case, requests, query, context, size)
-        for way, seconds in zip(ways, in_turn([*ways.values()], calls, clock), strict=True):
-            found.setdefault(way, {})[name] = seconds
+            by_backend[contiguous.BACKEND] = contiguous.attend(case, requests, query, context, size)
+        times = in_turn([*by_backend.values()], calls, clock)
+        for backend, seconds in zip(by_backend, times, strict=True):
+            found.setdefault(backend, {})[name] = seconds
     return found
 
 
@@ -147,12 +148,12 @@ def bounded(case: Case, batch: tuple[int, int, int], calls: int) -> tuple[int, i
 
 
 def in_turn(
-    ways: Sequence[Call], calls: int, clock: Callable[[], float] = time.perf_counter
+    alternatives: Sequence[Call], calls: int, clock: Callable[[], float] = time.perf_counter
 ) -> Iterator[float]:
     """Times alternative calls in turn; returns median seconds per call, without compilation."""
-    rounds: list[list[float]] = [[] for _ in ways]
+    rounds: list[list[float]] = [[] for _ in alternatives]
     for number in range(_ROUNDS + 1):
-        for call, seconds in zip(ways, rounds, strict=True):
+        for call, seconds in zip(alternatives, rounds, strict=True):
             start = clock()
             queue(call, calls)
             took = clock() - start

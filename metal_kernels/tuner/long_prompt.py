@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from metal_kernels.selfcheck import WAYS
-from metal_kernels.selfcheck.state_timing import ways_through
+from metal_kernels.selfcheck import BACKENDS
+from metal_kernels.selfcheck.state_timing import backend_calls
 from metal_kernels.selfcheck.timing import Call
 from metal_kernels.tuner.choice import Choice, Chosen, Layer
 from metal_kernels.tuner.search import Measure, duel, fewest
@@ -15,9 +15,9 @@ from metal_kernels.tuner.stopwatch import Stopwatch, Timing
 
 
 class Variant(NamedTuple):
-    """A timed alternative: our kernel or MLX's function (`way`), for a prompt of `rows` rows."""
+    """A timed alternative: our kernel or MLX's function, for a prompt of `rows` rows."""
 
-    way: str
+    backend: str
     rows: int
 
 
@@ -29,7 +29,7 @@ def search(measure: Measure[Variant], prompts: Sequence[int]) -> Chosen:
     gains = {}
 
     def wins(rows: int) -> bool:
-        result = duel(measure, *(Variant(way, rows) for way in WAYS))
+        result = duel(measure, *(Variant(backend, rows) for backend in BACKENDS))
         gains[rows] = result.gain
         return result.clear
 
@@ -42,10 +42,10 @@ def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
 
     def measure(variant: Variant) -> Timing:
         if variant not in calls:
-            variants = (Variant(way, variant.rows) for way in WAYS)
-            calls.update(zip(variants, ways_through(layer.case, variant.rows), strict=True))
+            variants = (Variant(backend, variant.rows) for backend in BACKENDS)
+            calls.update(zip(variants, backend_calls(layer.case, variant.rows), strict=True))
         return stopwatch.time_call(
-            f"{variant.rows} rows through states by {variant.way}", calls[variant]
+            f"{variant.rows} rows through states by {variant.backend}", calls[variant]
         )
 
     return search(measure, layer.prompts)

@@ -8,7 +8,7 @@ from math import exp, log
 from statistics import fmean
 from typing import NamedTuple
 
-from metal_kernels.selfcheck import WAYS
+from metal_kernels.selfcheck import BACKENDS
 from metal_kernels.selfcheck.timing import Call, bounded
 from metal_kernels.selfcheck.timing import Layer as Pool
 from metal_kernels.tuner.choice import Choice, Chosen, Layer
@@ -22,9 +22,9 @@ _SIZES = 4
 
 
 class Variant(NamedTuple):
-    """A timed alternative: our kernel or MLX's attention (`way`), for a context's last `rows`."""
+    """A timed alternative: our kernel or MLX's attention, for a context's last `rows`."""
 
-    way: str
+    backend: str
     rows: int
     context: int
 
@@ -34,8 +34,8 @@ def search(measure: Measure[Variant], contexts: Sequence[int], prompts: Sequence
 
     contexts: numbers of positions. prompts: numbers of rows, ascending.
     """
-    # Rejected sizes are timed once per way, the result once more in the other order: eight timings
-    # per context for four sizes.
+    # Rejected sizes are timed once per backend, the result once more in the other order: eight
+    # timings per context for four sizes.
     found = {str(context): _fewest(measure, context, prompts) for context in contexts}
     gains = [gain for _, gain in found.values()]
     return Chosen(
@@ -51,14 +51,14 @@ def _fewest(
     seen: dict[int, tuple[Timing, Timing]] = {}
 
     def wins(rows: int) -> bool:
-        ours, mlx = (measure(Variant(way, rows, context)) for way in WAYS)
+        ours, mlx = (measure(Variant(backend, rows, context)) for backend in BACKENDS)
         seen[rows] = ours, mlx
         return is_clear((ours,), (mlx,))
 
     rows = fewest(wins, prompts)
     if rows is None:
         return None, 1.0
-    mlx, ours = (measure(Variant(way, rows, context)) for way in reversed(WAYS))
+    mlx, ours = (measure(Variant(backend, rows, context)) for backend in reversed(BACKENDS))
     result = Duel((seen[rows][0], ours), (seen[rows][1], mlx))
     return (rows, result.gain) if result.clear else (None, 1.0)
 
@@ -71,12 +71,12 @@ def _search(layer: Layer, stopwatch: Stopwatch) -> Chosen:
         if variant not in calls:
             # A context that exceeds a command buffer is timed with the largest one that fits.
             batch = bounded(layer.case, (1, variant.rows, max(variant.context, variant.rows)), 1)
-            ours = variant.way == WAYS[0]
+            ours = variant.backend == BACKENDS[0]
             calls[variant] = (
                 over.attend(*batch, layer.tiles) if ours else over.attend_gathered(*batch)
             )
         return stopwatch.time_call(
-            f"{variant.rows} rows of {variant.context} by {variant.way}", calls[variant]
+            f"{variant.rows} rows of {variant.context} by {variant.backend}", calls[variant]
         )
 
     return search(measure, contexts, layer.prompts[:_SIZES])

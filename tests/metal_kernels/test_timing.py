@@ -119,7 +119,7 @@ def test_rows_from_which_a_way_wins_are_those_from_which_all_calls_do(mlx, fewes
 
 def test_decodes_are_timed_beside_mlx_s_attention_over_k_and_v_side_by_side():
     plain = Case(AttentionShape(4, 2, 64, 64), mx.float16, mx.float16, 16)
-    took = {"metal": 2.0, "mlx": 6.0, contiguous.WAY: 1.0}
+    took = {"metal": 2.0, "mlx": 6.0, contiguous.BACKEND: 1.0}
     ticks = [tick for _ in range(6) for seconds in took.values() for tick in (0.0, seconds)]
     left = iter(ticks)
     with kernel.using(metal_interpreter.metal_kernel):

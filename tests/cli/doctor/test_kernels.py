@@ -99,7 +99,7 @@ def timed(case, speed):
     """An outcome as the self-check makes it where our kernels reach so much of `GPU`."""
     shape = case.shape
     row = 2 * shape.num_kv_heads * shape.head_size * case.cache_dtype.size
-    times = {way: {} for way in ("metal", "mlx", contiguous.WAY)}
+    times = {way: {} for way in ("metal", "mlx", contiguous.BACKEND)}
     for requests, context in ((8, 1024), (1, 8192)):
         by_gpu = requests * context * row / GPU
         for way, seconds in zip(times, (by_gpu / speed, 3 * by_gpu, by_gpu), strict=True):

@@ -58,7 +58,7 @@ def test_the_planted_tile_of_drafts_is_found(best):
 def test_the_planted_length_of_prompts_is_found(first):
     def seconds(variant: Variant) -> float:
         wins = first is not None and variant.rows >= first
-        return variant.rows * 1e-5 * ((0.7 if wins else 1.3) if variant.way == "mlx" else 1.0)
+        return variant.rows * 1e-5 * ((0.7 if wins else 1.3) if variant.backend == "mlx" else 1.0)
 
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
@@ -71,7 +71,7 @@ def test_a_prompt_by_mlx_must_be_faster_by_5_per_cent():
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
         found = long_prompt.search(
-            lambda variant: machine.time(variant, 1e-3 if variant.way == "mlx" else 1.04e-3),  # noqa: B023
+            lambda variant: machine.time(variant, 1e-3 if variant.backend == "mlx" else 1.04e-3),  # noqa: B023
             PROMPTS,
         )
         assert found.values == {"long_prompt": None}
@@ -123,7 +123,7 @@ def test_the_planted_rows_of_prompts_by_mlx_are_found_for_each_context(seed):
             variant.rows
             * variant.context
             * 1e-8
-            * ((0.7 if wins else 1.3) if variant.way == "mlx" else 1.0)
+            * ((0.7 if wins else 1.3) if variant.backend == "mlx" else 1.0)
         )
 
     machine = Machine(seed, noise=0.1)
@@ -140,7 +140,7 @@ def test_prompts_by_mlx_must_be_faster_by_5_per_cent_in_both_orders():
     for seed in SEEDS:
         machine = Machine(seed, noise=0.1)
         found = prompt_rows.search(
-            lambda variant: machine.time(variant, 1e-3 if variant.way == "mlx" else 1.04e-3),  # noqa: B023
+            lambda variant: machine.time(variant, 1e-3 if variant.backend == "mlx" else 1.04e-3),  # noqa: B023
             CONTEXTS,
             PROMPTS[:4],
         )
@@ -149,7 +149,7 @@ def test_prompts_by_mlx_must_be_faster_by_5_per_cent_in_both_orders():
     times = {"metal": iter([1.3, 1.3, 1.3, 1.0]), "mlx": iter([1.0] * 4)}
 
     def measure(variant: prompt_rows.Variant) -> Timing:
-        return Timing(str(variant), (next(times[variant.way]),) * 5)
+        return Timing(str(variant), (next(times[variant.backend]),) * 5)
 
     found = prompt_rows.search(measure, (1024,), PROMPTS[:4])
     assert found.values == {"prompt_rows": {"1024": None}} and found.gain == 1.0

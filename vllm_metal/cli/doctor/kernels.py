@@ -17,9 +17,9 @@ from metal_kernels.op_common import CODE_DTYPES, VALUE_DTYPES
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.paged_attention.op import SIZES_APART
 from metal_kernels.selfcheck import (
+    BACKENDS,
     CHOICES,
     KERNELS,
-    WAYS,
     Case,
     Outcome,
     StateKind,
@@ -292,7 +292,7 @@ def legend(outcomes: Sequence[Outcome]) -> Iterator[str]:
     for outcome in outcomes:
         if outcome.times:
             yield f"\n{outcome.check}: {outcome.fastest}, {outcome.case}"
-            for call in outcome.times[WAYS[0]]:
+            for call in outcome.times[BACKENDS[0]]:
                 each = (f"{way} {found[call] * 1e6:.0f} µs" for way, found in outcome.times.items())
                 yield f"  {call}: {', '.join(each)}"
         if not outcome.ok:

@@ -14,7 +14,7 @@ from metal_kernels import kernel
 from metal_kernels.paged_attention import Splits, Tiles
 from metal_kernels.paged_attention.fused import is_plain
 from metal_kernels.paged_attention.splits import DEFAULT
-from metal_kernels.selfcheck import CHOICES, WAYS, Case, Check, Outcome, checks, usable
+from metal_kernels.selfcheck import BACKENDS, CHOICES, Case, Check, Outcome, checks, usable
 from vllm_metal.device import selfcheck
 from vllm_metal.device.tuned import UNTUNED, Choices, Loaded
 from vllm_metal.engine.kv_cache.gathered import ByMLX
@@ -278,7 +278,7 @@ def _describe_choices(found: Sequence[Outcome], tuned: Choices) -> Iterator[str]
         if not outcome.ok:
             yield f"{rows} ({case}) by our kernels: no times, {outcome.detail}"
         elif outcome.times:
-            ours, others = (outcome.times[way] for way in WAYS)
+            ours, others = (outcome.times[backend] for backend in BACKENDS)
             times = ", ".join(
                 f"{call}: {ours[call] * 1e6:.0f} and {others[call] * 1e6:.0f} µs" for call in ours
             )
