@@ -19,8 +19,8 @@ from metal_kernels.kernel import MIN_ELEMENTS
 command_buffers.raise_limit()  # before the arrays below
 
 VALUE_DTYPES = (mx.float16, mx.bfloat16, mx.float32)
-CODE_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales
-POOL_DTYPES = VALUE_DTYPES + CODE_DTYPES
+QUANTIZED_DTYPES = (mx.uint8, mx.int8)  # fp8 e4m3, integers; with scales
+POOL_DTYPES = VALUE_DTYPES + QUANTIZED_DTYPES
 #: Unsigned integers by element size in bytes, to hold the bits of any dtype.
 BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 SCALE_DTYPE = mx.bfloat16  # quantization uses the rounded scale, so this costs no accuracy
@@ -66,7 +66,7 @@ def block_elements(pool: mx.array, split: int = 1) -> int:
 
 def check_scales(name: str, scales: mx.array | None, pool: mx.array) -> None:
     """Raises ValueError unless a quantized pool has scales of its shape, and other pools none."""
-    if pool.dtype not in CODE_DTYPES:
+    if pool.dtype not in QUANTIZED_DTYPES:
         if scales is not None:
             raise ValueError(f"{name}: expected None for a pool of {pool.dtype}")
     elif scales is None or scales.shape != pool.shape[:3] or scales.dtype != SCALE_DTYPE:

@@ -12,7 +12,7 @@ from metal_kernels.op_common import SCALE_DTYPE
 # have the same relative spacing in each octave, so another scale moves the elements relative to
 # them and loses no useful range. A row takes the scale with the least error. An eighth value, 240,
 # would lower the RMS error by 1 %.
-_TOP_CODES = {
+_TOP_VALUES = {
     mx.uint8: (448.0, 416.0, 384.0, 352.0, 320.0, 288.0, 256.0),
     mx.int8: (127.0,),
 }
@@ -61,22 +61,22 @@ def rotate(rows: mx.array, positions: mx.array, rotation: Rotation) -> mx.array:
 def encode(rows: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
     """Encodes [..., D] rows for a pool of `dtype`; returns [...] scales if it is quantized."""
     # Each row is encoded independently, so a token's K/V do not depend on its step or batch.
-    if dtype not in _TOP_CODES:
+    if dtype not in _TOP_VALUES:
         return rows.astype(dtype), None
     rows = rows.astype(mx.float32)
-    first, *others = _TOP_CODES[dtype]
-    codes, scales = _encode(rows, dtype, first)
+    first, *others = _TOP_VALUES[dtype]
+    quantized, scales = _encode(rows, dtype, first)
     if not others:
-        return codes, scales
-    least = _error(rows, codes, scales)
+        return quantized, scales
+    least = _error(rows, quantized, scales)
     for top in others:
-        other_codes, other_scales = _encode(rows, dtype, top)
-        error = _error(rows, other_codes, other_scales)
+        other_quantized, other_scales = _encode(rows, dtype, top)
+        error = _error(rows, other_quantized, other_scales)
         better = error < least
-        codes = mx.where(better[..., None], other_codes, codes)
+        quantized = mx.where(better[..., None], other_quantized, quantized)
         scales = mx.where(better, other_scales, scales)
         least = mx.minimum(error, least)
-    return codes, scales
+    return quantized, scales
 
 
 def _encode(rows: mx.array, dtype: mx.Dtype, top: float) -> tuple[mx.array, mx.array]:
@@ -96,12 +96,12 @@ def _divisors(scales: mx.array) -> mx.array:
     return mx.where(factors > 0, factors, 1.0)[..., None]
 
 
-def _error(rows: mx.array, codes: mx.array, scales: mx.array) -> mx.array:
+def _error(rows: mx.array, quantized: mx.array, scales: mx.array) -> mx.array:
     """Returns [...] uint32 sums of squared fp8 errors, in units of (max |row| / 2^14)^2."""
     # Integer sums do not depend on their order, so a kernel finds the same best scale. An error is
     # at most a sixteenth of the largest element: rows of up to 4096 elements do not overflow. A row
     # of zeros, or with a NaN or an infinity, has no error, but the same values for every scale.
-    errors = rows - mx.from_fp8(codes, dtype=mx.float32) * _divisors(scales)
+    errors = rows - mx.from_fp8(quantized, dtype=mx.float32) * _divisors(scales)
     shares = errors / mx.abs(rows).max(axis=-1, keepdims=True) * 2.0**14
     return (shares * shares).astype(mx.uint32).sum(axis=-1)
 
@@ -109,11 +109,11 @@ def _error(rows: mx.array, codes: mx.array, scales: mx.array) -> mx.array:
 def _write_one(
     rows: mx.array, slot_mapping: mx.array, pool: mx.array, scales: mx.array | None
 ) -> tuple[mx.array, mx.array | None]:
-    codes, new_scales = encode(rows, pool.dtype)
+    quantized, new_scales = encode(rows, pool.dtype)
     slots = slot_mapping[: len(rows)]
     if scales is None or new_scales is None:
-        return _scatter(pool, slots, codes), None
-    return _scatter(pool, slots, codes), _scatter(scales, slots, new_scales)
+        return _scatter(pool, slots, quantized), None
+    return _scatter(pool, slots, quantized), _scatter(scales, slots, new_scales)
 
 
 def _scatter(pool: mx.array, slots: mx.array, rows: mx.array) -> mx.array:

@@ -14,10 +14,10 @@ import numpy as np
 from metal_kernels.kernel import MIN_ELEMENTS, load
 from metal_kernels.layout import BLOCK_SIZES
 from metal_kernels.op_common import (
-    CODE_DTYPES,
     FENCE_DTYPE,
     FENCE_SHAPE,
     NO_SCALES,
+    QUANTIZED_DTYPES,
     VALUE_DTYPES,
     check_scales,
     padded,
@@ -149,7 +149,7 @@ def _launch(
         ("D", shape.head_size),
         ("DV", shape.value_size),
         ("LATENT", shape.latent),
-        ("SCALED", key_pool.dtype in CODE_DTYPES),
+        ("SCALED", key_pool.dtype in QUANTIZED_DTYPES),
         ("CAPPED", capped),
         ("BIASED", plan.extent is not None),
         ("PARTIAL", split),
@@ -294,7 +294,7 @@ def _check(
         raise ValueError(f"key_pool: expected [Hkv, B, block_size, D], found {key_pool.shape}")
     if reason := unsupported(shape, queries.dtype, key_pool.shape[2]):
         raise ValueError(reason)
-    if key_pool.dtype not in (queries.dtype, *CODE_DTYPES):
+    if key_pool.dtype not in (queries.dtype, *QUANTIZED_DTYPES):
         raise ValueError(
             f"key_pool: expected {queries.dtype} as queries are, uint8 or int8; "
             f"found {key_pool.dtype}"

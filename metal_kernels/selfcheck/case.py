@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from metal_kernels.kv_write import RotationKind
-from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
+from metal_kernels.op_common import QUANTIZED_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape
 
 #: In the order of the checks. All others read what kv_write wrote. Three are not kernels: `graph`
@@ -102,7 +102,7 @@ class Case:
     @property
     def row_bytes(self) -> int:
         """Bytes of one position's K or V, over all heads."""
-        scale = SCALE_DTYPE.size if self.cache_dtype in CODE_DTYPES else 0
+        scale = SCALE_DTYPE.size if self.cache_dtype in QUANTIZED_DTYPES else 0
         row = self.shape.head_size * self.cache_dtype.size + scale
         return self.shape.num_kv_heads * row
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from metal_kernels.op_common import CODE_DTYPES
+from metal_kernels.op_common import QUANTIZED_DTYPES
 from metal_kernels.selfcheck.case import BACKENDS, Case
 
 # Gathering first, as MLX would serve a pool, moves three times the bytes: our kernels beat that
@@ -21,7 +21,7 @@ BACKEND = "contiguous"
 def serves(case: Case) -> bool:
     """Returns whether MLX has an attention kernel for this case."""
     plain = case.window is None and case.softcap is None and not case.shape.latent
-    return plain and case.cache_dtype not in CODE_DTYPES
+    return plain and case.cache_dtype not in QUANTIZED_DTYPES
 
 
 def attend(

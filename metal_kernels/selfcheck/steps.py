@@ -12,7 +12,7 @@ from metal_kernels.kv_gather import reference as gather_reference
 from metal_kernels.kv_write import reference as write_reference
 from metal_kernels.kv_write.reference import Pools
 from metal_kernels.layout import RaggedLayout
-from metal_kernels.op_common import CODE_DTYPES
+from metal_kernels.op_common import QUANTIZED_DTYPES
 from metal_kernels.paged_attention import Tiles
 from metal_kernels.selfcheck.case import KERNELS, Case
 
@@ -156,9 +156,9 @@ def _bias(rng: np.random.Generator, num_rows: int, case: Case) -> mx.array | Non
 def _rows(rng: np.random.Generator, shape: tuple[int, ...], case: Case, exact: bool) -> mx.array:
     """Creates [..., D] rows; `exact` ones are quantized values times a power of two."""
     rows = mx.array(rng.normal(size=shape).astype(np.float32))
-    if exact and case.cache_dtype in CODE_DTYPES:
-        codes, _ = write_reference.encode(rows, case.cache_dtype)
+    if exact and case.cache_dtype in QUANTIZED_DTYPES:
+        quantized, _ = write_reference.encode(rows, case.cache_dtype)
         # All dtypes hold these products exactly.
         step = 2.0**-7 if case.cache_dtype == mx.uint8 else 2.0**-5
-        rows = gather_reference.decode(codes, mx.full(shape[:-1], step))
+        rows = gather_reference.decode(quantized, mx.full(shape[:-1], step))
     return rows.astype(case.dtype)

@@ -13,7 +13,14 @@ import mlx.core as mx
 import numpy as np
 
 from metal_kernels import kv_blocks, kv_gather, kv_states, kv_write, paged_attention
-from metal_kernels.op_common import BITS, CODE_DTYPES, FENCE_DTYPE, FENCE_SHAPE, SCALE_DTYPE, merged
+from metal_kernels.op_common import (
+    BITS,
+    FENCE_DTYPE,
+    FENCE_SHAPE,
+    QUANTIZED_DTYPES,
+    SCALE_DTYPE,
+    merged,
+)
 from metal_kernels.pace import MOST_WORK
 from metal_kernels.paged_attention import (
     AttentionPlan,
@@ -169,7 +176,7 @@ class Layer:
         """num_slots: slots for the largest call. rotated: minimum bytes; None: ROTATED on a GPU."""
         shape, self.row_bytes = case.shape, case.row_bytes
         self._case = case
-        coded = case.cache_dtype in CODE_DTYPES
+        coded = case.cache_dtype in QUANTIZED_DTYPES
         rotated = rotated_here() if rotated is None else rotated
         slots = max(num_slots, rotated // ((1 if shape.latent else 2) * self.row_bytes))
         self._blocks = np.arange(-(-slots // case.block_size), dtype=np.int32)

@@ -18,7 +18,7 @@ from metal_kernels import (
     recurrence,
 )
 from metal_kernels.kv_write import Rotation, RotationKind
-from metal_kernels.op_common import CODE_DTYPES
+from metal_kernels.op_common import QUANTIZED_DTYPES
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.sequences import RecurrenceInputs, StatePart
 from tests.metal_kernels.paged_attention.batches import make_batch
@@ -47,7 +47,7 @@ def attend(
 
 
 def _pool(size: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array | None]:
-    scales = mx.zeros((2, 1, 16), mx.bfloat16) if dtype in CODE_DTYPES else None
+    scales = mx.zeros((2, 1, 16), mx.bfloat16) if dtype in QUANTIZED_DTYPES else None
     return mx.zeros((2, 1, 16, size), dtype), scales
 
 

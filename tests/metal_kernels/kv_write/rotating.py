@@ -11,7 +11,7 @@ import numpy as np
 
 from metal_kernels import kv_write
 from metal_kernels.kv_write import Rotation, RotationKind
-from metal_kernels.op_common import CODE_DTYPES
+from metal_kernels.op_common import QUANTIZED_DTYPES
 
 _HEADS, _QUERY_HEADS, _BLOCK, _BLOCKS = 2, 4, 16, 3
 
@@ -64,7 +64,7 @@ class Rotating:
         self.keys = rows(_HEADS, sizes[0])
         self.values = rows(_HEADS, sizes[1]) if len(sizes) > 1 else None
         self.queries = rows(_QUERY_HEADS, sizes[0]) if not kind.first else None
-        coded = pool_dtype in CODE_DTYPES
+        coded = pool_dtype in QUANTIZED_DTYPES
         places = _HEADS, _BLOCKS, _BLOCK
         self._pools = [mx.zeros((*places, size), pool_dtype) for size in sizes]
         self._scales = [mx.zeros(places, mx.bfloat16) if coded else None for _ in sizes]
@@ -115,7 +115,7 @@ class Rotating:
 
     def check_values(self) -> None:
         """They are written as they are."""
-        if self.values is None or self.pool_dtype in CODE_DTYPES:
+        if self.values is None or self.pool_dtype in QUANTIZED_DTYPES:
             return
         written = mx.array([row for row, slot in enumerate(self.slots) if slot >= 0])
         wanted = self.values[written].astype(self.pool_dtype)

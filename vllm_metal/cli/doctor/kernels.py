@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from metal_kernels.kv_write import RotationKind
-from metal_kernels.op_common import CODE_DTYPES, VALUE_DTYPES
+from metal_kernels.op_common import QUANTIZED_DTYPES, VALUE_DTYPES
 from metal_kernels.paged_attention import AttentionShape
 from metal_kernels.paged_attention.op import SIZES_APART
 from metal_kernels.selfcheck import (
@@ -79,7 +79,7 @@ def all_cases() -> list[Case]:
     kinds = [
         (shape, dtype, cache, block_size)
         for dtype in VALUE_DTYPES
-        for cache in (dtype, *CODE_DTYPES)
+        for cache in (dtype, *QUANTIZED_DTYPES)
         for shape in shapes
         for block_size in (16, 32)
     ]

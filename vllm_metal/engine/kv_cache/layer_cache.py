@@ -13,7 +13,7 @@ import numpy as np
 
 from metal_kernels.kv_write import Rotation
 from metal_kernels.layout import BLOCK_SIZES
-from metal_kernels.op_common import CODE_DTYPES, SCALE_DTYPE
+from metal_kernels.op_common import QUANTIZED_DTYPES, SCALE_DTYPE
 from metal_kernels.paged_attention import AttentionShape, buckets
 from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
 from vllm_metal.engine.kv_cache.layer_state import PlanT, StepLayout, Storage, Traceable
@@ -71,7 +71,7 @@ class KVArray:
     @classmethod
     def empty(cls, shape: tuple[int, int, int, int], dtype: mx.Dtype) -> KVArray:
         """Returns zeros; `shape` and `dtype` are those of the elements."""
-        scales = mx.zeros(shape[:3], SCALE_DTYPE) if dtype in CODE_DTYPES else None
+        scales = mx.zeros(shape[:3], SCALE_DTYPE) if dtype in QUANTIZED_DTYPES else None
         return cls(mx.zeros(shape, dtype), scales)
 
     @property
@@ -94,7 +94,7 @@ def parts_of(block_size: int) -> int:
 
 def row_bytes(head_size: int, dtype: mx.Dtype) -> int:
     """Bytes of one token's K or V in one head, scale included, for elements of `dtype`."""
-    return head_size * dtype.size + (SCALE_DTYPE.size if dtype in CODE_DTYPES else 0)
+    return head_size * dtype.size + (SCALE_DTYPE.size if dtype in QUANTIZED_DTYPES else 0)
 
 
 class KVBackend(ABC, Generic[PlanT]):

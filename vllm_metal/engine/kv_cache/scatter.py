@@ -14,7 +14,7 @@ import numpy as np
 from metal_kernels.kv_gather.reference import decode
 from metal_kernels.kv_states import reference as states_reference
 from metal_kernels.kv_write.reference import encode
-from metal_kernels.op_common import CODE_DTYPES
+from metal_kernels.op_common import QUANTIZED_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import buckets, reference
 from metal_kernels.paged_attention.buckets import Bucket, Places
@@ -211,7 +211,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
 
     def _as_stored(self, encoded: list[mx.array]) -> mx.array:
         """Returns K or V, [T, Hkv, D], as reading them from the pool would give."""
-        if self.dtype not in CODE_DTYPES:
+        if self.dtype not in QUANTIZED_DTYPES:
             return encoded[0]
         return decode(*encoded).astype(self._input_dtype)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from vllm.logger import init_logger
 
-from metal_kernels.op_common import CODE_DTYPES
+from metal_kernels.op_common import QUANTIZED_DTYPES
 from vllm_metal.device import mlx_device
 from vllm_metal.engine.memory import advice, budget
 from vllm_metal.engine.memory.budget import Measured, Request, Settings
@@ -294,7 +294,7 @@ def quantized_share(layers: Sequence[StatefulLayer], dtype: mx.Dtype) -> float |
 
     Blocks of layers with other state than K/V have the same size in both caches.
     """
-    if dtype in CODE_DTYPES:
+    if dtype in QUANTIZED_DTYPES:
         return None
     now, then = (
         sum(layer.spec(_BLOCK, elements).page_size_bytes for layer in layers)

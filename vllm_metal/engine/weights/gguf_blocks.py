@@ -18,8 +18,8 @@ from vllm_metal.engine.weights.gguf.blocks import (
     WITH_MINIMUM,
     Bytes,
     blocks_of,
-    codes,
     middle,
+    quantized_values,
     scales_of_two_levels,
 )
 from vllm_metal.engine.weights.gguf.source import GGUFTensor
@@ -70,16 +70,16 @@ def exact(tensor: GGUFTensor, order: Order = None) -> tuple[dict[str, LazyArray]
     def lazy(dtype: str, shape: tuple[int, ...], of: Callable[[Bytes], Bytes]) -> LazyArray:
         return LazyArray(dtype, shape, lambda target: _fill(target, tensor, order, of))
 
-    values = lazy("U32", words, lambda blocks: codes(blocks, kind))
+    values = lazy("U32", words, lambda blocks: quantized_values(blocks, kind))
     if kind == GGMLQuantizationType.MXFP4:
         exponents = lazy("U8", groups, lambda blocks: blocks[..., :1])
-        return {"codes": values, "scales": exponents}, _mxfp4
+        return {"quantized": values, "scales": exponents}, _mxfp4
     if kind in TWO_LEVELS:
         scales = lazy("F32", groups, lambda blocks: scales_of_two_levels(blocks, 0))
         minima = lazy("F32", groups, lambda blocks: scales_of_two_levels(blocks, 1))
-        parts = {"codes": values, "scales": scales, "minima": minima}
+        parts = {"quantized": values, "scales": scales, "minima": minima}
         return parts, lambda a, dtype: _affine(a, -a["minima"].astype(dtype), bits, dtype)
-    parts = {"codes": values, "scales": lazy("F16", groups, lambda blocks: blocks[..., 0:2])}
+    parts = {"quantized": values, "scales": lazy("F16", groups, lambda blocks: blocks[..., 0:2])}
     if kind in WITH_MINIMUM:
         parts["minima"] = lazy("F16", groups, lambda blocks: blocks[..., 2:4])
         return parts, lambda a, dtype: _affine(a, a["minima"].astype(dtype), bits, dtype)
@@ -123,7 +123,13 @@ def decoded(
 def arrays_in(weight: Weight) -> list[mx.array]:
     if not isinstance(weight, Packed):
         return [weight]
-    found = (weight.codes, weight.scales, weight.biases, weight.output_scale, weight.input_order)
+    found = (
+        weight.quantized,
+        weight.scales,
+        weight.biases,
+        weight.output_scale,
+        weight.input_order,
+    )
     return [each for each in found if each is not None]
 
 
@@ -131,21 +137,21 @@ def _shaped(weight: Weight, outer: list[int]) -> Weight:
     # Rows of [..., out] were flattened into one axis.
     if not isinstance(weight, Packed):
         return weight.reshape(*outer, weight.shape[-1])
-    codes, scales, biases = (
+    quantized, scales, biases = (
         None if part is None else part.reshape(*outer, part.shape[-1])
-        for part in (weight.codes, weight.scales, weight.biases)
+        for part in (weight.quantized, weight.scales, weight.biases)
     )
-    assert codes is not None and scales is not None
-    return Packed(codes, scales, biases, weight.mode, weight.bits, weight.group_size)
+    assert quantized is not None and scales is not None
+    return Packed(quantized, scales, biases, weight.mode, weight.bits, weight.group_size)
 
 
 def _affine(arrays: Arrays, biases: mx.array, bits: int, dtype: mx.Dtype) -> Packed:
     scales = arrays["scales"].astype(dtype)
-    return Packed(arrays["codes"], scales, biases, "affine", bits, GROUP_SIZE)
+    return Packed(arrays["quantized"], scales, biases, "affine", bits, GROUP_SIZE)
 
 
 def _mxfp4(arrays: Arrays, dtype: mx.Dtype) -> Packed:
-    return Packed(arrays["codes"], arrays["scales"], None, "mxfp4", 4, GROUP_SIZE)
+    return Packed(arrays["quantized"], arrays["scales"], None, "mxfp4", 4, GROUP_SIZE)
 
 
 def _fill(

@@ -227,9 +227,9 @@ def _take_rows(weight: Weight, order: Order | None) -> Weight:
     rows = mx.array(order.astype(np.int32))
     if not isinstance(weight, Packed):
         return mx.take(weight, rows, axis=-2)
-    codes, scales = (mx.take(each, rows, axis=-2) for each in (weight.codes, weight.scales))
+    quantized, scales = (mx.take(each, rows, axis=-2) for each in (weight.quantized, weight.scales))
     biases = None if weight.biases is None else mx.take(weight.biases, rows, axis=-2)
-    return replace(weight, codes=codes, scales=scales, biases=biases)
+    return replace(weight, quantized=quantized, scales=scales, biases=biases)
 
 
 def _with_input_order(convert: Convert, columns: Order) -> Convert:

@@ -51,7 +51,7 @@ def gptq(
         ModelLoadError: shapes do not fit, or zeros are not 2**(bits-1) despite `symmetric`.
     """
     groups, num_out = scales.shape
-    codes = mx.contiguous(_words(qweight).T)
+    quantized = mx.contiguous(_words(qweight).T)
     zeros: mx.array | int = 1 << (bits - 1)
     if qzeros is not None:
         stored = unpack(mx.contiguous(_words(qzeros)), bits)[:, :num_out]
@@ -65,8 +65,8 @@ def gptq(
         zeros = zeros if symmetric else read
     by_row = mx.contiguous(scales.T)
     if g_idx is None or groups == 1:
-        return affine(codes, by_row, zeros, bits, dtype, group_size, packed=True)
-    return _grouped_by_index(codes, by_row, zeros, g_idx, bits, group_size, dtype)
+        return affine(quantized, by_row, zeros, bits, dtype, group_size, packed=True)
+    return _grouped_by_index(quantized, by_row, zeros, g_idx, bits, group_size, dtype)
 
 
 def awq(
@@ -85,9 +85,9 @@ def awq(
         dtype: dtype of activations.
         group_size: see `gptq`.
     """
-    codes = pack(mx.contiguous(_awq_columns(qweight).T), 4)
+    quantized = pack(mx.contiguous(_awq_columns(qweight).T), 4)
     zeros = 8 if qzeros is None else _awq_columns(qzeros).T
-    return affine(codes, mx.contiguous(scales.T), zeros, 4, dtype, group_size, packed=True)
+    return affine(quantized, mx.contiguous(scales.T), zeros, 4, dtype, group_size, packed=True)
 
 
 def awq_by_rows(
@@ -142,17 +142,17 @@ def compressed(
     middle = 1 << (bits - 1)
     # If values fill words, these are MLX's packing already.
     whole = bits in (2, 4, 8) and num_in % per == 0 and bits in AFFINE_BITS
-    codes = _words(packed) if whole else _unpack_words(packed, bits, num_in)
+    quantized = _words(packed) if whole else _unpack_words(packed, bits, num_in)
     read: mx.array | int = middle
     if zeros is not None:
         num_out = scales.shape[-2]
         down = _unpack_words(zeros.swapaxes(-1, -2), bits, num_out)
         read = down.swapaxes(-1, -2).astype(mx.int32)
     if g_idx is None:
-        return affine(codes, scales, read, bits, dtype, group_size, packed=whole)
+        return affine(quantized, scales, read, bits, dtype, group_size, packed=whole)
     if not whole and bits in AFFINE_BITS:
-        codes = pack(codes, bits)
-    return _grouped_by_index(codes, scales, read, g_idx, bits, group_size, dtype)
+        quantized = pack(quantized, bits)
+    return _grouped_by_index(quantized, scales, read, g_idx, bits, group_size, dtype)
 
 
 def integers(
@@ -180,9 +180,9 @@ def integers(
             else mx.broadcast_to(zeros.reshape([1] * values.ndim), scales.shape)
         )
     # Flipping the sign bit adds 128: MLX's quantized values are unsigned.
-    codes = (values.view(mx.uint8) ^ 0x80).view(mx.uint32)
+    quantized = (values.view(mx.uint8) ^ 0x80).view(mx.uint32)
     shifted = 128 if zeros is None else zeros.astype(mx.int32) + 128
-    return affine(codes, scales, shifted, 8, dtype, group_size, packed=True)
+    return affine(quantized, scales, shifted, 8, dtype, group_size, packed=True)
 
 
 def _words(packed: mx.array) -> mx.array:
@@ -204,7 +204,7 @@ def _awq_columns(packed: mx.array) -> mx.array:
 
 
 def _grouped_by_index(
-    codes: mx.array,
+    quantized: mx.array,
     scales: mx.array,
     zeros: mx.array | int,
     g_idx: mx.array,
@@ -214,7 +214,7 @@ def _grouped_by_index(
 ) -> Weight:
     """Makes a weight from `g_idx`: sorts columns by group, and records their order.
 
-    `codes` are in MLX's packing, or [out, in] uint8 if MLX has none for `bits`.
+    `quantized` are in MLX's packing, or [out, in] uint8 if MLX has none for `bits`.
     """
     is_packed = bits in AFFINE_BITS
     num_in, count = len(g_idx), scales.shape[-1]
@@ -222,8 +222,8 @@ def _grouped_by_index(
     in_order = mx.arange(num_in) // size
     # -1 means no order; so do all zeros, which placeholders of headers-only checkpoints have.
     if mx.any(g_idx < 0).item() or not mx.any(g_idx).item() or mx.array_equal(g_idx, in_order):
-        return affine(codes, scales, zeros, bits, dtype, group_size, packed=is_packed)
-    values = unpack(codes, bits) if is_packed else codes
+        return affine(quantized, scales, zeros, bits, dtype, group_size, packed=is_packed)
+    values = unpack(quantized, bits) if is_packed else quantized
     order = mx.argsort(g_idx)
     if not mx.array_equal(mx.take(g_idx, order), in_order).item():  # groups of several sizes
         spread = zeros if isinstance(zeros, int) else mx.take(zeros, g_idx, axis=-1)

@@ -25,11 +25,11 @@ _AT_ONCE = 1 << 24
 class Packed:
     """A lazy weight, or stacked weights of experts, in one of MLX's quantized modes.
 
-    The value at row r and column c is `dequantize(codes, scales, biases)[r, c] * output_scale[r]`.
-    `...` is empty, or one axis of experts.
+    The weight is `dequantize(quantized, scales, biases)`, row r times `output_scale[r]`. `...` is
+    empty, or one axis of experts.
     """
 
-    codes: mx.array  # quantized values, [..., out, in * bits / 32] uint32
+    quantized: mx.array  # quantized values, [..., out, in * bits / 32] uint32
     scales: mx.array  # [..., out, in / group_size]; floating point for "affine", else uint8
     biases: mx.array | None  # shaped as scales; for "affine" only
     mode: str  # "affine", "mxfp4", "mxfp8" or "nvfp4"
@@ -43,12 +43,12 @@ class Packed:
     @property
     def shape(self) -> tuple[int, ...]:
         """[..., out, in] of the dense weight."""
-        return (*self.codes.shape[:-1], self.codes.shape[-1] * 32 // self.bits)
+        return (*self.quantized.shape[:-1], self.quantized.shape[-1] * 32 // self.bits)
 
     def dense(self, dtype: mx.Dtype) -> mx.array:
         """Dequantizes to [..., out, in]."""
         values = mx.dequantize(
-            self.codes, self.scales, self.biases, self.group_size, self.bits, self.mode
+            self.quantized, self.scales, self.biases, self.group_size, self.bits, self.mode
         )
         if self.output_scale is not None:
             values = values.astype(mx.float32) * self.output_scale[..., None]
@@ -148,7 +148,7 @@ def affine(
     if bits not in AFFINE_BITS:  # such as 7: held in 8 bits
         values = unpack(values, bits) if packed else values
         bits, packed = 8, False
-    codes = values if packed else pack(values, bits)
+    quantized = values if packed else pack(values, bits)
     output_scale = None
     if count == 1:
         scales, output_scale = split_scale(scales)
@@ -160,7 +160,7 @@ def affine(
     scales, biases = (
         mx.take(each, group_indices, axis=-1).astype(dtype) for each in (scales, biases)
     )
-    return Packed(codes, scales, biases, "affine", bits, group, output_scale)
+    return Packed(quantized, scales, biases, "affine", bits, group, output_scale)
 
 
 def group_size_of(num_in: int, count: int, stated: int | None = None) -> int:
@@ -220,8 +220,8 @@ def requantized(dense: mx.array, dtype: mx.Dtype) -> Weight:
     step = mx.where(scales == 0, 1, scales.astype(mx.float32))
     values = mx.round((groups - biases.astype(mx.float32)) / step)
     values = mx.clip(values, 0, 255).astype(mx.uint8)
-    codes = values.reshape(dense.shape).view(mx.uint32)
-    return Packed(codes, scales[..., 0], biases[..., 0], "affine", 8, group)
+    quantized = values.reshape(dense.shape).view(mx.uint32)
+    return Packed(quantized, scales[..., 0], biases[..., 0], "affine", 8, group)
 
 
 def stacked(parts: list[Weight], axis: int = -2) -> Weight:
@@ -237,11 +237,11 @@ def stacked(parts: list[Weight], axis: int = -2) -> Weight:
         arrays = [getattr(part, name) for part in packed]
         return None if arrays[0] is None else mx.concatenate(arrays, axis=at)
 
-    codes, scales = joined("codes"), joined("scales")
-    assert codes is not None and scales is not None
+    quantized, scales = joined("quantized"), joined("scales")
+    assert quantized is not None and scales is not None
     output_scale = joined("output_scale", axis + 1)
     return Packed(
-        codes, scales, joined("biases"), first.mode, first.bits, first.group_size, output_scale
+        quantized, scales, joined("biases"), first.mode, first.bits, first.group_size, output_scale
     )
 
 

@@ -23,7 +23,7 @@ from vllm_metal.engine.weights.layers import can_reorder, can_scale, make_scaled
 from vllm_metal.engine.weights.packed import Packed, Weight, requantized
 from vllm_metal.engine.weights.plan import StoredWeight
 
-_CODES, _SCALES, _BIASES, _OUTPUT_SCALE, _ORDER, _ONES = (
+_QUANTIZED, _SCALES, _BIASES, _OUTPUT_SCALE, _ORDER, _ONES = (
     *("weight", "scales", "biases", "output_scale"),
     *("input_order", "ones"),
 )
@@ -62,7 +62,7 @@ def place(
     transposed = {name for name, each in stored.items() if each.transposed}
     run = _Sanitize(model, transposed, sanitize or _model_sanitize)
     if not any(isinstance(weight, Packed) for weight in weights.values()):
-        return Placed(run.final(weights, _CODES), {})
+        return Placed(run.final(weights, _QUANTIZED), {})
     for _ in range(_MAX_ATTEMPTS):  # each one makes more weights dense
         try:
             parts = {part: run.tried(weights, part) for part in _parts(weights)}
@@ -72,7 +72,7 @@ def place(
                 raise
         else:
             packings = _packings(model, weights, parts)
-            unplaceable = _sources(weights, packings, parts[_CODES])
+            unplaceable = _sources(weights, packings, parts[_QUANTIZED])
             if not unplaceable:
                 return _assemble(run, weights, parts, packings)
         for name in unplaceable:
@@ -170,11 +170,11 @@ def _part(weight: Weight, part: str, transposed: bool, index: int) -> mx.array:
     if isinstance(weight, mx.array):
         found = weight.swapaxes(-1, -2) if transposed else weight
         return found.reshape(found.shape)  # a new object: families compute in place
-    rows = weight.codes.shape[:-1]
+    rows = weight.quantized.shape[:-1]
     if part == _ONES:
         found = mx.broadcast_to(mx.array(1.0), (*rows, 1))
-    elif part == _CODES:
-        found = weight.codes
+    elif part == _QUANTIZED:
+        found = weight.quantized
     elif part == _SCALES:
         found = weight.scales
     elif part == _BIASES and weight.biases is not None:
@@ -227,7 +227,7 @@ def _parts(weights: Mapping[str, Weight]) -> list[str]:
         _OUTPUT_SCALE: any(each.output_scale is not None for each in packed),
         _ORDER: any(each.input_order is not None for each in packed),
     }
-    return [_CODES, *(part for part, has in present.items() if has)]
+    return [_QUANTIZED, *(part for part, has in present.items() if has)]
 
 
 Parts = Mapping[str, Mapping[str, mx.array]]
@@ -246,7 +246,7 @@ def _packings(
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     shapes = {name: array.shape for name, array in parameters}
     found: dict[str, dict[str, Any] | None] = {}
-    for name, array in parts[_CODES].items():
+    for name, array in parts[_QUANTIZED].items():
         shape = shapes.get(name)
         if shape is None:
             continue  # not in the model: loading reports it
@@ -262,12 +262,12 @@ def _packings(
 
 
 def _packing(module: Any, shape: tuple[int, ...], name: str, parts: Parts) -> dict[str, Any] | None:
-    codes, scales = parts[_CODES][name], parts[_SCALES].get(name)
+    quantized, scales = parts[_QUANTIZED][name], parts[_SCALES].get(name)
     if scales is None or not hasattr(module, "to_quantized"):
         return None
     rows, num_in = shape[:-1], shape[-1]
     ones = parts[_ONES].get(name)
-    if ones is None or {codes.shape[:-1], scales.shape[:-1], ones.shape[:-1]} != {rows}:
+    if ones is None or {quantized.shape[:-1], scales.shape[:-1], ones.shape[:-1]} != {rows}:
         return None
     if num_in % scales.shape[-1]:
         return None
@@ -276,7 +276,7 @@ def _packing(module: Any, shape: tuple[int, ...], name: str, parts: Parts) -> di
     order = _extra(_ORDER, name, parts)
     if order is not None and not (can_reorder(module) and (order == order.reshape(-1)[0]).all()):
         return None
-    bits, left = divmod(codes.shape[-1] * 32, num_in)
+    bits, left = divmod(quantized.shape[-1] * 32, num_in)
     group_size = num_in // scales.shape[-1]
     mode = MODES.get((bits, group_size)) if scales.dtype == mx.uint8 else "affine"
     if left or mode is None:
@@ -292,7 +292,7 @@ def _extra(part: str, name: str, parts: Parts) -> mx.array | None:
 def _sources(
     weights: Mapping[str, Weight],
     packings: Mapping[str, dict[str, Any] | None],
-    codes: Mapping[str, mx.array],
+    quantized: Mapping[str, mx.array],
 ) -> list[str]:
     """Lists packed weights that have to be dequantized: their outputs have no packing."""
     packed = [name for name, each in weights.items() if isinstance(each, Packed)]
@@ -300,7 +300,7 @@ def _sources(
     for path, packing in packings.items():
         if packing is not None:
             continue
-        name = f"{path}.weight" if f"{path}.weight" in codes else path
+        name = f"{path}.weight" if f"{path}.weight" in quantized else path
         if name in packed:
             found.add(name)
             continue
@@ -308,7 +308,7 @@ def _sources(
         while parent:
             parent = parent.rpartition(".")[0]
             # Weights that are no longer among the outputs went into others.
-            beside = [n for n in packed if n not in codes and n.startswith(f"{parent}.")]
+            beside = [n for n in packed if n not in quantized and n.startswith(f"{parent}.")]
             if beside:
                 found.update(beside)
                 break
@@ -323,7 +323,7 @@ def _assemble(
     parts: Parts,
     packings: Mapping[str, dict[str, Any] | None],
 ) -> Placed:
-    arrays = run.final(weights, _CODES)  # on the model itself, after all trials on copies
+    arrays = run.final(weights, _QUANTIZED)  # on the model itself, after all trials on copies
     by_index = list(weights.values())
     for path, packing in packings.items():
         assert packing is not None

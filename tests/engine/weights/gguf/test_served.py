@@ -201,7 +201,7 @@ def test_products_have_the_dtype_of_activations(kind: Kind, dtype: mx.Dtype) -> 
     assert isinstance(weight, Packed)
     product = mx.quantized_matmul(
         mx.ones((1, 256), dtype),
-        weight.codes,
+        weight.quantized,
         weight.scales,
         weight.biases,
         bits=weight.bits,

@@ -36,7 +36,7 @@ def blocks_of(rows: Bytes, kind: GGMLQuantizationType) -> Bytes:
     return np.ascontiguousarray(rows).reshape(len(rows), -1, GGML_QUANT_SIZES[kind][1])
 
 
-def codes(blocks: Bytes, kind: GGMLQuantizationType) -> Bytes:
+def quantized_values(blocks: Bytes, kind: GGMLQuantizationType) -> Bytes:
     """Extracts the quantized values of [rows, blocks, bytes], packed as MLX packs them."""
     if kind == _Kind.Q8_0:
         return blocks[..., 2:] ^ np.uint8(0x80)  # flipping the sign bit adds 128

@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType, dequantize
 
-from .blocks import EXACT, FLOATS, GROUP_SIZE, WITH_MINIMUM, blocks_of, codes, middle
+from .blocks import EXACT, FLOATS, GROUP_SIZE, WITH_MINIMUM, blocks_of, middle, quantized_values
 from .family import Family
 from .names import ROPE_FREQS, row_order, tensor_names
 from .safetensors import StoredTensor
 from .source import ConversionError, GGUFSource, GGUFTensor
 
 DType = Literal["float16", "bfloat16", "float32"]
-_CODES: Mapping[DType, str] = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+_TYPE_NAMES: Mapping[DType, str] = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _MLX: Mapping[DType, mx.Dtype] = {
     "float16": mx.float16,
     "bfloat16": mx.bfloat16,
@@ -29,7 +29,7 @@ _KEPT = tuple(GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q5_0", "Q
 _KQUANTS = tuple(GGMLQuantizationType[f"Q{bits}_K"] for bits in (2, 3, 4, 5, 6))
 #: Supported types, in the order in which errors list them.
 _SUPPORTED = (*FLOATS, *_KEPT, *_KQUANTS)
-_NAMES: Mapping[str, DType] = {code: dtype for dtype, code in _CODES.items()}
+_NAMES: Mapping[str, DType] = {name: dtype for dtype, name in _TYPE_NAMES.items()}
 # Values decoded at a time: 1 MiB of float32 stays in cache. Sizes from 2^16 to 2^24 were equally
 # fast.
 _CHUNK_VALUES = 1 << 18
@@ -118,7 +118,7 @@ def natural_dtype(source: GGUFSource, family: Family) -> DType:
             sizes[name] = sizes.get(name, 0) + prod(tensor.shape)
     quantized = any(t.kind not in FLOATS for t in source.tensors.values())
     chosen = family.default_dtype if quantized or not sizes else max(sizes, key=lambda k: sizes[k])
-    return next(dtype for dtype in _CODES if dtype == chosen)
+    return next(dtype for dtype in _TYPE_NAMES if dtype == chosen)
 
 
 def quantization_config(plan: list[Weight]) -> dict[str, Any] | None:
@@ -162,15 +162,15 @@ def _storage(
     module, suffix = target.rsplit(".", 1)
     if bits is None:
         return (
-            (StoredTensor(target, _CODES[dtype], tensor.shape),),
+            (StoredTensor(target, _TYPE_NAMES[dtype], tensor.shape),),
             lambda data: {suffix: _cast(_decode(data, kind) - np.float32(offset), dtype)},
         )
     rows, columns = tensor.shape
     groups = (rows, columns // GROUP_SIZE)
     stored = (
         StoredTensor(target, "U32", (rows, columns * bits // 32)),
-        StoredTensor(f"{module}.scales", _CODES[dtype], groups),
-        StoredTensor(f"{module}.biases", _CODES[dtype], groups),
+        StoredTensor(f"{module}.scales", _TYPE_NAMES[dtype], groups),
+        StoredTensor(f"{module}.biases", _TYPE_NAMES[dtype], groups),
     )
     if kind in _KEPT:
         return stored, lambda data: _keep(data, kind, dtype)
@@ -179,7 +179,7 @@ def _storage(
 
 def _keep(data: npt.NDArray[Any], kind: GGMLQuantizationType, dtype: DType) -> Rows:
     blocks = blocks_of(data, kind)
-    words = codes(blocks, kind).reshape(len(data), -1).view(np.uint32)
+    words = quantized_values(blocks, kind).reshape(len(data), -1).view(np.uint32)
     scales = np.ascontiguousarray(blocks[..., 0:2]).view(np.float16)[..., 0]
     if kind in WITH_MINIMUM:
         biases = np.ascontiguousarray(blocks[..., 2:4]).view(np.float16)[..., 0]
