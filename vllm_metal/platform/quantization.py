@@ -30,9 +30,9 @@ _NAME = cast(QuantizationMethods, NAME)
 class PublishedWeights(QuantizationConfig):
     """Represents every `quant_method` of published checkpoints; our loader reads the weights."""
 
-    def __init__(self, said: Quantization) -> None:
+    def __init__(self, config: Quantization) -> None:
         super().__init__()
-        self.said = said
+        self.config = config
 
     def get_name(self) -> QuantizationMethods:
         return _NAME

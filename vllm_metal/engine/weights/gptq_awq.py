@@ -18,13 +18,15 @@ from vllm_metal.identity.model_files import ModelLoadError
 _GEMV_WORDS = {32: 4, 64: 2}
 
 
-def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
+def gptq_or_awq(
+    name: str, tensors: Tensors, quantization: Quantization | None
+) -> StoredWeight | None:
     """Returns the weight that tensor `name` belongs to, if stored as GPTQ or AWQ."""
     module = name.removesuffix(".qweight")
     if module == name:
         return None
     weight, scales = f"{module}.weight", f"{module}.scales"
-    if said is None or said.method not in ("gptq", "awq", "auto-round"):
+    if quantization is None or quantization.method not in ("gptq", "awq", "auto-round"):
         raise ModelLoadError(
             f"{weight} is stored as GPTQ or AWQ, but config.json sets no such quant_method: use "
             "the config.json of the same checkpoint."
@@ -34,16 +36,16 @@ def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> Store
     parts = tensors.parts(
         values=name, scales=scales, zeros=f"{module}.qzeros", g_idx=f"{module}.g_idx"
     )
-    settings = _module_settings(module, said)
+    settings = _module_settings(module, quantization)
     size = group_size(settings)
-    if said.method == "awq" and str(said.get("version")).lower() == "gemv":
+    if quantization.method == "awq" and str(quantization.get("version")).lower() == "gemv":
         return _awq_by_rows(weight, parts, tensors, size)
     rows, columns = tensors.shape(name)
     groups, num_out = tensors.shape(scales)
     by_columns = columns * 8 == num_out  # AWQ packs 8 columns in a word, GPTQ rows
-    named = said.method
+    named = quantization.method
     if named == "auto-round":
-        named = "awq" if str(said.get("packing_format")).endswith("awq") else "gptq"
+        named = "awq" if str(quantization.get("packing_format")).endswith("awq") else "gptq"
     if by_columns == (named == "gptq"):
         raise contradiction(weight, f"is stored as {'AWQ' if by_columns else 'GPTQ'}", named)
     bits = int(settings.get("bits") or settings.get("w_bit") or 4)
@@ -63,7 +65,7 @@ def gptq_or_awq(name: str, tensors: Tensors, said: Quantization | None) -> Store
             parts,
             lambda a, t: integers.awq(a["values"], a["scales"], a.get("zeros"), t, size),
         )
-    less_one = said.get("checkpoint_format", "gptq") != "gptq_v2"
+    less_one = quantization.get("checkpoint_format", "gptq") != "gptq_v2"
     symmetric = bool(settings.get("sym", False))
 
     def convert(a: Arrays, dtype: mx.Dtype) -> Weight:
@@ -102,17 +104,17 @@ def _awq_by_rows(
     )
 
 
-def _module_settings(module: str, said: Quantization) -> Config:
+def _module_settings(module: str, quantization: Quantization) -> Config:
     """Returns a module's settings, with GPTQ's `dynamic` rules or AutoRound's `extra_config`."""
-    settings = dict(said.settings)
-    for rule, changes in (said.get("dynamic") or {}).items():
+    settings = dict(quantization.settings)
+    for rule, changes in (quantization.get("dynamic") or {}).items():
         pattern = rule.removeprefix("+:").removeprefix("-:")
         if not re.match(pattern, module):
             continue
         if rule.startswith("-:"):
             raise contradiction(module, "is quantized", f"dynamic rule {rule!r}")
         return settings | dict(changes or {})
-    for entry, changes in (said.get("extra_config") or {}).items():
+    for entry, changes in (quantization.get("extra_config") or {}).items():
         named = matches(entry, module) or (set(entry) & set("^$*\\(") and re.match(entry, module))
         if named:
             if int(changes.get("bits", 0) or 0) >= 16:

@@ -30,7 +30,7 @@ _FLOAT8, _EXPONENT = "F8_E4M3", ("U8", "F8_E8M0")
 _FLOATS = ("F32", "BF16", "F16")
 
 
-def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
+def float8(name: str, tensors: Tensors, quantization: Quantization | None) -> StoredWeight | None:
     """Recognizes E4M3 values with scales per tensor, row, block or MX group; None for others."""
     if len(tensors.shape(name)) < 2 or (scale := _scale_of(name, tensors)) is None:
         return None
@@ -44,8 +44,8 @@ def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
         return StoredWeight(
             name, "MXFP8", parts, lambda a, _: fp8.of_mxfp8(a["values"], a["scales"])
         )
-    args = _scheme(name, said)
-    block = _block(said, args)
+    args = _scheme(name, quantization)
+    block = _block(quantization, args)
     by_row = _is_by_row(shape, of_scale)
     if args.get("strategy") in ("tensor", "channel") and not by_row:
         raise contradiction(name, f"has scales of {list(of_scale)}", f"strategy={args['strategy']}")
@@ -61,7 +61,7 @@ def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
             f"{name} has FP8 scales of {list(of_scale)} for a weight of {list(shape)}, but config"
             ".json sets no weight_block_size: use the config.json of the same checkpoint."
         )
-    powers = (said is not None and said.get("scale_fmt") == "ue8m0") or (
+    powers = (quantization is not None and quantization.get("scale_fmt") == "ue8m0") or (
         tensors.dtype(scale) in _EXPONENT
     )
     squeezed = tuple(n for n in of_scale if n != 1) if len(of_scale) > len(shape) else of_scale
@@ -78,7 +78,7 @@ def float8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
 
 
 def blocks_of_gpt_oss(
-    name: str, tensors: Tensors, said: Quantization | None
+    name: str, tensors: Tensors, quantization: Quantization | None
 ) -> StoredWeight | None:
     """Recognizes gpt-oss's MXFP4 experts: `X_blocks` and `X_scales` of a weight X, [E, in, out]."""
     weight = name.removesuffix("_blocks")
@@ -91,7 +91,7 @@ def blocks_of_gpt_oss(
     )
 
 
-def float4(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
+def float4(name: str, tensors: Tensors, quantization: Quantization | None) -> StoredWeight | None:
     """Recognizes NVFP4 and MXFP4 of compressed-tensors and modelopt, with two values per byte."""
     if tensors.dtype(name) != "U8" or len(tensors.shape(name)) < 2:
         return None
@@ -101,7 +101,7 @@ def float4(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
     scales = f"{stem}_scale"
     if scales not in tensors:
         return None
-    args = _scheme(weight, said)
+    args = _scheme(weight, quantization)
     group, kind = (16, "NVFP4") if tensors.dtype(scales) == _FLOAT8 else (32, "MXFP4")
     if kind == "MXFP4" and tensors.dtype(scales) not in _EXPONENT:
         return None
@@ -134,15 +134,17 @@ def float4(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeig
     return StoredWeight(weight, kind, parts, convert)
 
 
-def packed_integers(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
+def packed_integers(
+    name: str, tensors: Tensors, quantization: Quantization | None
+) -> StoredWeight | None:
     """Recognizes compressed-tensors' packed integers; returns None for other tensors."""
     module = name.removesuffix(".weight_packed")
     if module == name or tensors.dtype(name) not in ("I32", "U32"):
         return None
     weight = f"{module}.weight"
-    args = _scheme(weight, said)
+    args = _scheme(weight, quantization)
     bits = args.get("num_bits")
-    if said is None or said.method != "compressed-tensors" or not bits:
+    if quantization is None or quantization.method != "compressed-tensors" or not bits:
         raise ModelLoadError(
             f"{weight} is stored as packed integers, but quantization_config sets no num_bits for "
             "it: use the config.json of the same checkpoint."
@@ -177,12 +179,12 @@ def packed_integers(name: str, tensors: Tensors, said: Quantization | None) -> S
     return StoredWeight(weight, f"packed integers, {bits} bits", parts, convert)
 
 
-def int8(name: str, tensors: Tensors, said: Quantization | None) -> StoredWeight | None:
+def int8(name: str, tensors: Tensors, quantization: Quantization | None) -> StoredWeight | None:
     """Recognizes 8-bit integers, one per byte; returns None for other tensors."""
     scales = f"{name}_scale"
     if tensors.dtype(name) != "I8" or scales not in tensors or len(tensors.shape(name)) < 2:
         return None
-    args = _scheme(name, said)
+    args = _scheme(name, quantization)
     if args.get("num_bits", 8) != 8:
         raise contradiction(name, "is stored in 8 bits", f"num_bits={args['num_bits']}")
     parts = tensors.parts(values=name, scales=scales, zeros=f"{name}_zero_point")
@@ -244,27 +246,31 @@ def _fits(shape: tuple[int, ...], of_scale: tuple[int, ...], block: tuple[int, i
     return of_scale == (*outer, -(-num_out // block[0]), -(-num_in // block[1]))
 
 
-def _block(said: Quantization | None, args: Config) -> tuple[int, int] | None:
-    if said is None:
+def _block(quantization: Quantization | None, args: Config) -> tuple[int, int] | None:
+    if quantization is None:
         return None
-    if str(said.get("quant_algo")).lower() == "fp8_pb_wo":
+    if str(quantization.get("quant_algo")).lower() == "fp8_pb_wo":
         return (128, 128)
-    stated: Any = said.get("weight_block_size") or args.get("block_structure")
+    stated: Any = quantization.get("weight_block_size") or args.get("block_structure")
     if isinstance(stated, str):  # "128x128", in older compressed-tensors files
         stated = stated.split("x")
     return None if not stated else (int(stated[0]), int(stated[1]))
 
 
-def _scheme(name: str, said: Quantization | None) -> Config:
+def _scheme(name: str, quantization: Quantization | None) -> Config:
     """Returns compressed-tensors' `weights` arguments for a weight; empty for other methods.
 
     Raises ModelLoadError if there are several groups and none targets the weight.
     """
-    if said is None:
+    if quantization is None:
         return {}
-    if said.method == "modelopt":
-        return {"group_size": said.get("group_size")} if said.get("quant_algo") == "NVFP4" else {}
-    groups = said.get("config_groups") or {}
+    if quantization.method == "modelopt":
+        return (
+            {"group_size": quantization.get("group_size")}
+            if quantization.get("quant_algo") == "NVFP4"
+            else {}
+        )
+    groups = quantization.get("config_groups") or {}
     schemes = [group for group in groups.values() if isinstance(group, Mapping)]
     module = name.removesuffix(".weight")
     exact = [
