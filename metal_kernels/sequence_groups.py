@@ -77,7 +77,7 @@ class ReferencePlan:
     num_rows: int  # T
     num_kept: int  # rows to keep for the next step
     groups: tuple[Group, ...]
-    places: mx.array | None  # [T] int32, index of each row in the groups' rows; None: in order
+    order: mx.array | None  # [T] int32, index of each row in the groups' rows; None: in order
     keep: mx.array  # [num_kept] int32, indices in the step's rows
     uses_kept: bool  # whether kept rows may be applied
     num_kept_before: int  # P', rows kept by the previous step; 0: none

@@ -31,7 +31,7 @@ DECODE_ROWS = 16  # requests with more rows are prefills, whose shapes do not re
 #: pay for a call's operations.
 MIN_SAVED = 512
 
-Places = tuple[mx.array, ...]  # one index array for each of an array's first axes
+Indices = tuple[mx.array, ...]  # one index array for each of an array's first axes
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Bucket:
     #: [n, Q, S] int32, positions from each slot to each query, the plan's extent where there is no
     #: bias. None: no bias.
     distances: mx.array | None = None
-    _positions: dict[int, tuple[Places, Places]] = field(
+    _positions: dict[int, tuple[Indices, Indices]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
-    def places(self, num_heads: int) -> tuple[Places, Places]:
+    def indices(self, num_heads: int) -> tuple[Indices, Indices]:
         """Returns indices of the context's blocks in the pool, and of new rows in the context.
 
         Cached, so that all layers share them.

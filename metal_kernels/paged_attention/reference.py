@@ -117,14 +117,14 @@ def context(
     # Heads are outermost, which is the layout of the matrix products.
     if gather is not None:
         return gather(pool, bucket, scales)
-    blocks, places = bucket.places(pool.shape[0])
+    blocks, indices = bucket.indices(pool.shape[0])
     shape = pool.shape[0], bucket.num_requests, bucket.context_len
     found = pool[blocks].reshape(*shape, -1)
     if scales is not None:
         found = decode(found, scales[blocks].reshape(shape)).astype(dtype)
     if fresh is not None and bucket.fresh.size:
         rows = fresh if bucket.sources is None else fresh[bucket.sources]
-        found[places] = rows.flatten(0, 1)
+        found[indices] = rows.flatten(0, 1)
     return found
 
 

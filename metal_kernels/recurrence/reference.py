@@ -165,8 +165,8 @@ def _outputs(plan: ReferencePlan, outputs: list[mx.array], values: mx.array) -> 
         return values
     padded = [output.transpose(0, 3, 1, 2, 4).reshape(-1, *values.shape[1:]) for output in outputs]
     rows = _concatenate(padded, 0)
-    if plan.places is not None:
-        rows = mx.take(rows, plan.places, axis=0)
+    if plan.order is not None:
+        rows = mx.take(rows, plan.order, axis=0)
     return rows.astype(values.dtype)
 
 

@@ -82,8 +82,8 @@ def prepare(
     beyond = partial(_newest_of, last_token_ids, row_req_indices)
     if num_drafts.any():
         assert drafts is not None
-        newest, places = beyond, positions - num_tokens_before[owner]
-        beyond = partial(_newest_or_draft, newest, drafts, owner, places)
+        newest, indices = beyond, positions - num_tokens_before[owner]
+        beyond = partial(_newest_or_draft, newest, drafts, owner, indices)
     input_ids = _input_ids(requests, row_req_indices, positions, beyond)
 
     seq_lens = computed + scheduled
@@ -201,17 +201,17 @@ def _newest_of(last_token_ids: mx.array, row_req_indices: np.ndarray) -> mx.arra
 
 
 def _newest_or_draft(
-    newest: Callable[[], mx.array], drafts: StepDrafts, owner: np.ndarray, places: np.ndarray
+    newest: Callable[[], mx.array], drafts: StepDrafts, owner: np.ndarray, indices: np.ndarray
 ) -> mx.array:
-    """[T] int32: each request's draft at `places`; where that is negative, its newest token."""
-    drafted = _draft_of(drafts, owner, places)
-    if (places >= 0).all():
+    """[T] int32: each request's draft at `indices`; where that is negative, its newest token."""
+    drafted = _draft_of(drafts, owner, indices)
+    if (indices >= 0).all():
         return drafted
-    return mx.where(mx.array(places >= 0), drafted, newest())
+    return mx.where(mx.array(indices >= 0), drafted, newest())
 
 
-def _draft_of(drafts: StepDrafts, requests: np.ndarray, places: np.ndarray) -> mx.array:
-    """[n] int32: the draft of each request at index `places`; arbitrary if it has none there."""
+def _draft_of(drafts: StepDrafts, requests: np.ndarray, indices: np.ndarray) -> mx.array:
+    """[n] int32: the draft of each request at index `indices`; arbitrary if it has none there."""
     width = drafts.token_ids.shape[1]
-    at = requests * width + np.clip(places, 0, width - 1)
+    at = requests * width + np.clip(indices, 0, width - 1)
     return drafts.token_ids.reshape(-1)[mx.array(at.astype(np.int32))]

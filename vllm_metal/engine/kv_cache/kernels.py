@@ -249,8 +249,8 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         for prompt in prompts.prompts:
             parts = []
             for pool in (self.keys,) if self.values is None else (self.keys, self.values):
-                places = prompt.places.block_table, prompt.places.bounds
-                context = self._gathered(pool.elements, pool.scales, *places)
+                table = prompt.stored.block_table, prompt.stored.bounds
+                context = self._gathered(pool.elements, pool.scales, *table)
                 parts.append(context[:, 0, : prompt.context])
             found.append((parts[0], parts[-1]))
         return found

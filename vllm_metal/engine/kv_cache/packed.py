@@ -9,7 +9,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from metal_kernels.paged_attention.buckets import Places
+from metal_kernels.paged_attention.buckets import Indices
 from vllm_metal.engine.kv_cache.kernels import KernelKVCache, KernelPlan
 from vllm_metal.engine.kv_cache.layer_cache import KVArray, LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import Pending, PlanT, Storage
@@ -75,9 +75,9 @@ class _Heads(LayerKVCache[PlanT]):
 class ScatterHeads(_Heads[ScatterPlan], ScatterKVCache):
     """Heads of a storage that MLX's operations read and write."""
 
-    def _places(self, plan: ScatterPlan) -> Places:
-        heads, *places = plan.places
-        return heads + self.heads.start, *places
+    def _indices(self, plan: ScatterPlan) -> Indices:
+        heads, *indices = plan.indices
+        return heads + self.heads.start, *indices
 
     @property
     def inputs(self) -> list[mx.array]:

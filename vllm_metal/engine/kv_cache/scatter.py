@@ -17,7 +17,7 @@ from metal_kernels.kv_write.reference import encode
 from metal_kernels.op_common import QUANTIZED_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import buckets, reference
-from metal_kernels.paged_attention.buckets import Bucket, Places
+from metal_kernels.paged_attention.buckets import Bucket, Indices
 from vllm_metal.engine.kv_cache.layer_cache import (
     AttentionKind,
     KVArray,
@@ -46,7 +46,7 @@ class ScatterPlan:
     sparse: SparseTokens | None = None  # tokens of chosen positions, which are in neither
 
     @cached_property
-    def places(self) -> Places:
+    def indices(self) -> Indices:
         """Head, block and offset of each K or V written, each [(E + T) * Hkv] int32, heads last."""
         rows = self.slot_mapping.size, self.num_heads
         heads = mx.broadcast_to(mx.array(np.arange(self.num_heads, dtype=np.int32)), rows)
@@ -71,18 +71,18 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
             return
         written, self._pending = self._pending, ()
         if len(written) == 1:  # the usual case, once per layer
-            places = self._places(written[0].plan)
+            indices = self._indices(written[0].plan)
             for array, rows in zip(self.arrays, written[0].arrays, strict=True):
-                array[places] = rows.flatten(0, 1)
+                array[indices] = rows.flatten(0, 1)
             return
-        slots = [self._places(each.plan) for each in written]
-        places = tuple(joined(parts) for parts in zip(*slots, strict=True))
+        slots = [self._indices(each.plan) for each in written]
+        indices = tuple(joined(parts) for parts in zip(*slots, strict=True))
         for array, *parts in zip(self.arrays, *(each.arrays for each in written), strict=True):
-            array[places] = joined(parts).flatten(0, 1)
+            array[indices] = joined(parts).flatten(0, 1)
 
-    def _places(self, plan: ScatterPlan) -> Places:
+    def _indices(self, plan: ScatterPlan) -> Indices:
         """Returns where the plan's K and V lie in `arrays`."""
-        return plan.places
+        return plan.indices
 
     def wait_for_device(self) -> None:
         mx.synchronize()  # reads in flight hold the arrays' buffers
@@ -277,5 +277,5 @@ SCATTER = ScatterBackend()
 
 def _context(prompt: Prompt, rows: mx.array, pool: KVArray) -> mx.array:
     """Returns K or V of a prompt's context, this step's included, [Hkv, S, D]."""
-    found = reference.context(prompt.places, rows, pool.elements, pool.scales, rows.dtype)
+    found = reference.context(prompt.stored, rows, pool.elements, pool.scales, rows.dtype)
     return found[:, 0, : prompt.context]

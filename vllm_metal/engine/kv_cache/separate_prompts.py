@@ -21,7 +21,7 @@ class Prompt:
     first: int  # index of its first token in the step
     num_rows: int  # its tokens in the step
     context: int  # its tokens in the pool and the step
-    places: buckets.Bucket  # where the context is stored; padded
+    stored: buckets.Bucket  # the context, padded
     begin: int = 0  # of a bidirectional run: tokens from here on are visible despite the window
 
 

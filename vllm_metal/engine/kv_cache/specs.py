@@ -172,7 +172,7 @@ def groups_of(config: KVCacheConfig, layers: Sequence[StatefulLayer]) -> dict[st
     """Maps layer names to KV cache groups; guests use the first that keeps the whole context."""
     groups = config.kv_cache_groups
     found = {name: g for g, group in enumerate(groups) for name in group.layer_names}
-    found |= {name: found[first] for name, (first, _) in _places_in_packs(found, layers).items()}
+    found |= {name: found[first] for name, (first, _) in _indices_in_packs(found, layers).items()}
     guests = [layer.name for layer in layers if layer.name not in found]
     if guests:
         host = next(g for g, group in enumerate(groups) if _keeps_all(group.kv_cache_spec))
@@ -180,7 +180,7 @@ def groups_of(config: KVCacheConfig, layers: Sequence[StatefulLayer]) -> dict[st
     return found
 
 
-def _places_in_packs(
+def _indices_in_packs(
     known: Container[str], layers: Sequence[StatefulLayer]
 ) -> dict[str, tuple[str, int]]:
     """Maps names that vLLM does not know to the pack that holds the layer, and its number there.
@@ -282,7 +282,7 @@ def allocate_kv_caches(
         if key not in shared and host_state is not None:
             shared[key] = layer.share(host_state.storage)
         placed[name] = storage(layer, key)
-    in_packs = _places_in_packs(offset_of, layers)
+    in_packs = _indices_in_packs(offset_of, layers)
     in_packs |= {name: (name, 0) for name, layer in by_name.items() if layer is not own[name]}
     placed |= {
         name: own[name].share(placed[first].storage, part)

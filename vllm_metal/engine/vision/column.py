@@ -59,7 +59,7 @@ class _Prompt:
 class _Span:
     prompt: _Prompt
     start: int  # batch index of its first token
-    places_np: np.ndarray  # [n] int32, the tokens' indices in the request
+    indices_np: np.ndarray  # [n] int32, the tokens' indices in the request
 
 
 class ImageColumn(PerRequestState):
@@ -148,7 +148,7 @@ class ImageColumn(PerRequestState):
         if prompt is None or index >= prompt.end:
             return None
         for image in prompt.images:
-            found = np.flatnonzero(image.places_np == index)
+            found = np.flatnonzero(image.indices_np == index)
             if len(found):
                 output = None
                 with suppress(Exception):
@@ -161,7 +161,7 @@ class ImageColumn(PerRequestState):
         found = np.full(len(req_indices_np), np.iinfo(np.int32).max, np.int32)
         for index, req_idx in enumerate(req_indices_np.tolist() if self._prompts else ()):
             if (prompt := self._prompts.get(req_idx)) is not None:
-                found[index] = prompt.images[0].places_np[0]
+                found[index] = prompt.images[0].indices_np[0]
         return found
 
     def _spans(self, rows: Rows) -> list[_Span]:
@@ -215,17 +215,17 @@ class ImageColumn(PerRequestState):
 
     def _outputs(self, span: _Span) -> Iterator[tuple[np.ndarray, mx.array]]:
         """Yields the batch indices of image tokens and the tower's output for them."""
-        first, last = int(span.places_np[0]), int(span.places_np[-1])
+        first, last = int(span.indices_np[0]), int(span.indices_np[-1])
         for image in span.prompt.images:
-            places = image.places_np
-            begin, end = np.searchsorted(places, [first, last + 1])
+            indices = image.indices_np
+            begin, end = np.searchsorted(indices, [first, last + 1])
             if begin < end:
-                rows = places[begin:end] - first + span.start
+                rows = indices[begin:end] - first + span.start
                 yield rows.astype(np.int32), self.encoder.output(image)[int(begin) : int(end)]
 
     def _runs(self, span: _Span) -> Iterator[Run]:
         """Yields runs of tokens with bidirectional attention; each must end in this step."""
-        first, last = int(span.places_np[0]), int(span.places_np[-1])
+        first, last = int(span.indices_np[0]), int(span.indices_np[-1])
         for image in span.prompt.images if self._whole else ():
             for begin, end in image.runs_np.tolist():
                 if end <= first or begin > last:

@@ -32,10 +32,10 @@ class Encoder:
         if found is None:
             started = time.perf_counter()
             found = self.tower.encode(image.modality, image.data).astype(self._dtype)
-            if len(found) != len(image.places_np):
+            if len(found) != len(image.indices_np):
                 raise ValueError(
                     f"the tower made {len(found)} rows of a {image.modality} that has "
-                    f"{len(image.places_np)} in the prompt"
+                    f"{len(image.indices_np)} in the prompt"
                 )
             # Evaluated here so that a bad image fails alone, and so that the tower's memory is
             # free again before the step needs its own.

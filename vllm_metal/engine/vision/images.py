@@ -33,11 +33,11 @@ class Image:
         return self.feature.modality
 
     @cached_property
-    def places_np(self) -> np.ndarray:
+    def indices_np(self) -> np.ndarray:
         """[n] int32, indices in the prompt of the tokens that the tower embeds, in its order."""
         position = self.feature.mm_position
-        places = np.arange(position.offset, position.offset + position.length, dtype=np.int32)
-        return places if position.is_embed is None else places[position.is_embed.numpy()]
+        indices = np.arange(position.offset, position.offset + position.length, dtype=np.int32)
+        return indices if position.is_embed is None else indices[position.is_embed.numpy()]
 
     @property
     def end(self) -> int:
@@ -46,10 +46,10 @@ class Image:
 
     @cached_property
     def runs_np(self) -> np.ndarray:
-        """Contiguous runs of `places_np`, [m, 2] int32: first index and one past the last."""
-        places = self.places_np
-        gaps = np.flatnonzero(np.diff(places) != 1)
-        firsts, lasts = places[np.append(0, gaps + 1)], places[np.append(gaps, len(places) - 1)]
+        """Contiguous runs of `indices_np`, [m, 2] int32: first index and one past the last."""
+        indices = self.indices_np
+        gaps = np.flatnonzero(np.diff(indices) != 1)
+        firsts, lasts = indices[np.append(0, gaps + 1)], indices[np.append(gaps, len(indices) - 1)]
         return np.stack([firsts, lasts + 1], axis=1)
 
     @property

@@ -27,14 +27,14 @@ AXES = 3
 class Shifts:
     """Differences between a token's positions and its index in the request."""
 
-    of_places_np: np.ndarray  # [3, P] int32, up to the end of the last image
-    behind: int  # for all later indices, including generated tokens
+    shifts_np: np.ndarray  # [3, P] int32, up to the end of the last image
+    shift_after: int  # for all later indices, including generated tokens
 
-    def at(self, places_np: np.ndarray) -> np.ndarray:
+    def at(self, indices_np: np.ndarray) -> np.ndarray:
         """Looks up the shifts of tokens by their [n] indices; [3, n] int32."""
-        width = self.of_places_np.shape[1]
-        known = self.of_places_np[:, np.minimum(places_np, width - 1)]
-        return np.where(places_np < width, known, np.int32(self.behind))
+        width = self.shifts_np.shape[1]
+        known = self.shifts_np[:, np.minimum(indices_np, width - 1)]
+        return np.where(indices_np < width, known, np.int32(self.shift_after))
 
 
 class ShiftTable:
@@ -44,24 +44,24 @@ class ShiftTable:
         self._of: dict[int, Shifts] = {}
         # By req_idx, as many as have been needed.
         self._ends_np = np.zeros(0, np.int32)  # of the last image
-        self._behind_np = np.zeros(0, np.int32)
+        self._shift_after_np = np.zeros(0, np.int32)
 
     def enter(self, req_idx: int, shifts: Shifts) -> None:
         self._grow(req_idx + 1)
         self._of[req_idx] = shifts
-        self._ends_np[req_idx] = shifts.of_places_np.shape[1]
-        self._behind_np[req_idx] = shifts.behind
+        self._ends_np[req_idx] = shifts.shifts_np.shape[1]
+        self._shift_after_np[req_idx] = shifts.shift_after
 
     def _grow(self, size: int) -> None:
         missing = size - len(self._ends_np)
         if missing > 0:
             self._ends_np = np.pad(self._ends_np, (0, missing))
-            self._behind_np = np.pad(self._behind_np, (0, missing))
+            self._shift_after_np = np.pad(self._shift_after_np, (0, missing))
 
     def leave(self, req_idx: int) -> None:
         """Clears a req_idx; no-op if its request has no images."""
         if self._of.pop(req_idx, None) is not None:
-            self._ends_np[req_idx] = self._behind_np[req_idx] = 0
+            self._ends_np[req_idx] = self._shift_after_np[req_idx] = 0
 
     def of_rows(self, rows: Rows) -> np.ndarray | None:
         """The shifts of a batch's tokens.
@@ -75,7 +75,7 @@ class ShiftTable:
             return None
         req_indices_np, starts_np = rows.req_indices_np, rows.query_start_loc_np
         self._grow(int(req_indices_np.max()) + 1)
-        found = np.repeat(self._behind_np[req_indices_np], np.diff(starts_np))[None]
+        found = np.repeat(self._shift_after_np[req_indices_np], np.diff(starts_np))[None]
         within = rows.positions_np[starts_np[:-1]] < self._ends_np[req_indices_np]
         if within.any():
             found = np.repeat(found, AXES, axis=0)
@@ -108,13 +108,13 @@ def _frames(image: Image, merge_size: int) -> Iterator[tuple[int, int, int]]:
     """Yields (first index, height, width) of each frame, in tokens."""
     frames, height, width = image.numbers(f"{image.modality}_grid_thw")
     height, width = height // merge_size, width // merge_size
-    places = image.places_np
-    if len(places) != frames * height * width:
+    indices = image.indices_np
+    if len(indices) != frames * height * width:
         raise ValueError(
-            f"a {image.modality} of {frames} x {height} x {width} has {len(places)} rows in the "
+            f"a {image.modality} of {frames} x {height} x {width} has {len(indices)} rows in the "
             "prompt"
         )
-    for frame in places.reshape(frames, -1):
+    for frame in indices.reshape(frames, -1):
         if frame[-1] - frame[0] != len(frame) - 1:
             raise ValueError(f"the rows of a frame of a {image.modality} do not lie together")
         yield int(frame[0]), height, width

@@ -55,7 +55,7 @@ def test_each_row_sees_its_text(lengths, window, most_scores, monkeypatch):
 def test_texts_of_one_length_are_taken_as_they_are():
     of_four = plan(starts_of([9] * 4), None)
     (piece,) = of_four.pieces
-    assert of_four.places is None and piece.mask is None
+    assert of_four.order is None and piece.mask is None
 
 
 def test_groups_hold_every_text_once_and_little_padding():

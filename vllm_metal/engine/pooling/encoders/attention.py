@@ -49,7 +49,7 @@ class Plan:
     """Attention of a step's rows in layers with one window."""
 
     pieces: Sequence[Piece]
-    places: mx.array | None  # [T] int32, index of each row in the pieces' results; None: in order
+    order: mx.array | None  # [T] int32, index of each row in the pieces' results; None: in order
 
 
 def plan(query_start_loc_np: np.ndarray, window: int | None) -> Plan:
@@ -165,8 +165,8 @@ class TextAttention(AttendingCache):
         q, k, v = (array[:, :, 0] for array in (queries, keys, values))  # [T, H, D]
         found = [_attend(piece, q, k, v, scoring) for piece in self._plan.pieces]
         out = found[0] if len(found) == 1 else mx.concatenate(found)
-        if self._plan.places is not None:
-            out = out[self._plan.places]
+        if self._plan.order is not None:
+            out = out[self._plan.order]
         return out[:, :, None]
 
 
