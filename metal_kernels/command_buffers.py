@@ -36,8 +36,7 @@ def raise_limit() -> None:
 def most_dispatches() -> int:
     """Returns the dispatches per command buffer in this process, as MLX reads its variable.
 
-    Raises:
-        ValueError: the variable is not a positive number.
+    Raises ValueError: the variable is not a positive number.
     """
     text = os.environ.get(_DISPATCHES, "")
     if not text:

@@ -93,8 +93,7 @@ def using(compiler: Compiler) -> Iterator[None]:
 def named(compiler: str) -> Compiler:
     """Imports a compiler by its name, `module:function`.
 
-    Raises:
-        RuntimeError: the package of the module is not installed.
+    Raises RuntimeError: the package of the module is not installed.
     """
     module = compiler.partition(":")[0]
     try:

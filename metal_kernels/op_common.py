@@ -34,8 +34,7 @@ _NOTHING_BEFORE = mx.array(np.zeros(FENCE_SHAPE, np.uint32))
 def fences(after: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
     """Merges `after` into two fences, [8] uint32 each, because kernels bind exactly two.
 
-    Raises:
-        ValueError: an array of `after` is not a fence.
+    Raises ValueError: an array of `after` is not a fence.
     """
     for fence in after:
         if fence.shape != FENCE_SHAPE or fence.dtype != FENCE_DTYPE:

@@ -20,8 +20,7 @@ NO_ROWS = {dtype: mx.array([0.0] * MIN_ELEMENTS, dtype) for dtype in op_common.V
 def step_inputs(sequences: Sequences) -> tuple[mx.array, mx.array]:
     """Returns a step's table and blocks as kernels bind them.
 
-    Raises:
-        ValueError: shapes or dtypes are not those of `Sequences`.
+    Raises ValueError: shapes or dtypes are not those of `Sequences`.
     """
     table, blocks = sequences.table, sequences.blocks
     check_rows("sequences.table", table, (-1, COLUMNS), (mx.int32,))
@@ -43,8 +42,7 @@ def state_template(
 ) -> list[tuple[str, Any]]:
     """Returns template arguments for states of `shape` in blocks of `split` parts.
 
-    Raises:
-        ValueError: the pools do not match, or the part does not fit in a block.
+    Raises ValueError: the pools do not match, or the part does not fit in a block.
     """
     _check_pools(pools, split)
     keys, values = (split * math.prod(pool.shape[2:]) for pool in (pools[0], pools[-1]))

@@ -133,8 +133,7 @@ def run(
 ) -> tuple[mx.array, list[mx.array]]:
     """Attends for one layer; see `paged_attention.run`. Returns one merged fence for all reads.
 
-    Raises:
-        ValueError: the plan requires a fused kernel that MLX does not have.
+    Raises ValueError: the plan requires a fused kernel that MLX does not have.
     """
     layer = _Layer(plan, scale, softcap, key_pool, value_pool, key_scales, value_scales)
     outputs: list[mx.array] = []

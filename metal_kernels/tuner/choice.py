@@ -40,8 +40,7 @@ class Search(Protocol):
     def __call__(self, layer: Layer, stopwatch: Stopwatch) -> Chosen:
         """Finds the fastest values for a layer, with at most 24 timings.
 
-        Raises:
-            Unsteady: the machine is unsteady.
+        Raises Unsteady: the machine is unsteady.
         """
         ...
 

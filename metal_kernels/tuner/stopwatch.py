@@ -62,8 +62,7 @@ class Stopwatch:
     def time(self, variant: str, run: Run) -> Timing:
         """Times calls of `run` in several windows, after a warm-up, and records the timing.
 
-        Raises:
-            Unsteady: the windows differ too much, or the variant differs from its first timing.
+        Raises Unsteady: the windows differ too much, or the variant differs from its first timing.
         """
         self.watch()
         batch = self._warm(run)
@@ -80,8 +79,7 @@ class Stopwatch:
     def keep(self, timing: Timing) -> Timing:
         """Records a timing, also one from another process.
 
-        Raises:
-            Unsteady: see `time`.
+        Raises Unsteady: see `time`.
         """
         self.timings.append(timing)
         # Drop one outlier on either side.

@@ -115,8 +115,7 @@ def complete_kv_transfer(vllm_config: VllmConfig) -> None:
 
     Idempotent, since vLLM checks the configuration again in the engine's process.
 
-    Raises:
-        ValueError: settings conflict or are not supported; the message names the setting.
+    Raises ValueError: settings conflict or are not supported; the message names the setting.
     """
     _expand_short_form(vllm_config)
     transfer = vllm_config.kv_transfer_config

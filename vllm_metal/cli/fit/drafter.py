@@ -87,8 +87,7 @@ class Drafter:
     def add_to(self, model: Model) -> Model:
         """Adds the drafter to a model, whose forwards then write the drafter's K/V, too.
 
-        Raises:
-            NotImplementedError: the model lacks layers whose hidden states the drafter reads.
+        Raises NotImplementedError: the model lacks layers whose hidden states the drafter reads.
         """
         join_target(self.network, model.parts)
         # The recorder of forwards takes the model's parameters for weights.

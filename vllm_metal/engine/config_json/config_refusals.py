@@ -97,8 +97,7 @@ def keys(module: str) -> set[str]:
 def check(config: Config, module: str, read: set[str]) -> None:
     """Checks activation, RoPE, and settings with a single supported value.
 
-    Raises:
-        ModelLoadError: the module does not compute a setting, or the config contradicts itself.
+    Raises ModelLoadError: the module does not compute a setting, or the config contradicts itself.
     """
     fixed_values.check(config, module)
     _check_activation(config, module)

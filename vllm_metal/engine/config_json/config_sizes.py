@@ -36,8 +36,7 @@ _MAX_FACTOR = 10**6  # of a rope; published models extend their context 64-fold 
 def read(folder: Path) -> dict[str, Any]:
     """Reads a folder's config.json.
 
-    Raises:
-        ModelLoadError: the file is missing, not a JSON object, or has an absurd number.
+    Raises ModelLoadError: the file is missing, not a JSON object, or has an absurd number.
     """
     path = folder / "config.json"
     try:

@@ -20,8 +20,7 @@ def fix_ropes(model: nn.Module, config: Mapping[str, Any]) -> None:
 
     mlx-lm's `initialize_rope` makes the new ones.
 
-    Raises:
-        ModelLoadError: mlx-lm does not know the scaling, or a rope has an odd width.
+    Raises ModelLoadError: mlx-lm does not know the scaling, or a rope has an odd width.
     """
     text_config = config.get("text_config") or config
     scaled, share = scaling(text_config), rotated_share(text_config)
@@ -58,8 +57,7 @@ def fit_context(model: nn.Module, max_model_len: int) -> None:
     transformers selects the factors by each text's length. Since cached K cannot change, vLLM
     selects by the maximum length, as this does (Ding et al. 2024, arXiv:2402.13753).
 
-    Raises:
-        ModelLoadError: texts may exceed a dynamic rope's trained length or an attention chunk.
+    Raises ModelLoadError: texts may exceed a dynamic rope's trained length or an attention chunk.
     """
     # With chunked attention, most layers of Llama 4 see only a token's own chunk of
     # `attention_chunk_size` positions; the pool has no blocks of that kind.

@@ -37,8 +37,7 @@ class RanksDiffer(RuntimeError):
 def facts_of(config: VllmConfig) -> dict[str, Any]:
     """Returns everything that must be the same on all ranks, by name.
 
-    Raises:
-        OSError: a weights file cannot be read.
+    Raises OSError: a weights file cannot be read.
     """
     return rank_facts.of(config) | settings_of(config)
 
@@ -51,8 +50,7 @@ def settings_of(config: VllmConfig) -> dict[str, str]:
 def check(mine: Mapping[str, Any], share: Callable[[object], Sequence[object]]) -> None:
     """Compares this rank's values with the other ranks', which `share` gathers.
 
-    Raises:
-        RanksDiffer: values differ; raised on every rank.
+    Raises RanksDiffer: values differ; raised on every rank.
     """
     gathered = share(dict(mine))
     first = gathered[0]

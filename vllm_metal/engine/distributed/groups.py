@@ -31,8 +31,7 @@ def set_timeouts(parallel: ParallelConfig) -> None:
 def join(parallel: ParallelConfig, rank: int, local_rank: int, init_method: str) -> None:
     """Joins the world, tensor and pipeline parallel groups; no-op for a single rank.
 
-    Raises:
-        RuntimeError: other ranks did not join in time.
+    Raises RuntimeError: other ranks did not join in time.
     """
     # vLLM's groups read their timeouts from its current configuration. `init_method` is the
     # executor's address for ranks of one machine; those of several meet at --master-addr.
@@ -59,8 +58,7 @@ def join(parallel: ParallelConfig, rank: int, local_rank: int, init_method: str)
 def share(mine: object) -> list[object]:
     """Returns every rank's `mine`, by rank; waits until all ranks have called it.
 
-    Raises:
-        RuntimeError: other ranks did not call it in time.
+    Raises RuntimeError: other ranks did not call it in time.
     """
     import torch
     from vllm.distributed.parallel_state import get_world_group

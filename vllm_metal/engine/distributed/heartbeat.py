@@ -150,8 +150,7 @@ def join(
     host: address of rank 0's machine for the other ranks. share: gathers each rank's value by
     rank; every rank calls it once.
 
-    Raises:
-        OSError: the connections were not made within timeout_s.
+    Raises OSError: the connections were not made within timeout_s.
     """
     if rank:
         address = share(None)[0]
@@ -171,8 +170,7 @@ def _accept_ranks(
 ) -> dict[int, socket.socket]:
     """Accepts the connection of each rank; other connections cannot block it.
 
-    Raises:
-        TimeoutError: not all ranks came in time.
+    Raises TimeoutError: not all ranks came in time.
     """
     peers: dict[int, socket.socket] = {}
     waiting: dict[socket.socket, bytes] = {}  # bytes received from each, oldest first

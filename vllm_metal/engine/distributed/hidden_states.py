@@ -52,8 +52,7 @@ class GroupLink:
 
     def receive(self) -> mx.array:
         """Waits for the next step's hidden states, [T, ...], from the previous stage.
-        Raises:
-            RuntimeError: the hidden states belong to another step, because a rank skipped one.
+        Raises RuntimeError: the hidden states belong to another step, because a rank skipped one.
         """
         found: dict[str, Any] | None = self.group.recv_tensor_dict()
         assert found is not None
@@ -95,8 +94,7 @@ class HiddenIn(PerRequestState):
     def inputs(self, rows: Rows, inputs: ForwardInputs) -> ForwardInputs:
         """Adds the previous stage's hidden states.
 
-        Raises:
-            RuntimeError: their number of tokens differs from this rank's.
+        Raises RuntimeError: their number of tokens differs from this rank's.
         """
         hidden, count = self._link.receive(), len(rows.positions_np)
         if len(hidden) != count:

@@ -25,8 +25,7 @@ class Machine:
 def find(parallel: ParallelConfig, rank: int, init_method: str) -> Machine:
     """Finds this rank's machine; all ranks must call it once, after joining their process group.
 
-    Raises:
-        RuntimeError: other ranks did not call it in time.
+    Raises RuntimeError: other ranks did not call it in time.
     """
     gathered = groups.share((_machine(parallel, rank), os.getpid()))
     ranks = dict(enumerate(each for each in gathered if isinstance(each, tuple)))

@@ -37,8 +37,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> Non
     Call it before weights are read, so that each rank reads only its share into memory. Every rank
     keeps the whole embedding.
 
-    Raises:
-        ShardingError: the family cannot be split, or its sizes do not divide by the ranks.
+    Raises ShardingError: the family cannot be split, or its sizes do not divide by the ranks.
     """
     size = group.size()
     method = getattr(model, "shard", None)
@@ -62,8 +61,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> Non
 def _split_with_scales(model: nn.Module, method: Callable[[], object]) -> None:
     """Runs mlx-lm's sharding `method`, and splits output scales, which it does not support.
 
-    Raises:
-        ShardingError: a layer with an input order would be split by inputs.
+    Raises ShardingError: a layer with an input order would be split by inputs.
     """
     held = {}
     for path, module in model.named_modules():

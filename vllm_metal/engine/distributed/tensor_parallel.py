@@ -30,8 +30,7 @@ def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
 
     Returns None for a single rank.
 
-    Raises:
-        RuntimeError: MLX has no ring backend, or a neighbor cannot be reached.
+    Raises RuntimeError: MLX has no ring backend, or a neighbor cannot be reached.
     """
     # Each pipeline stage has its own ring, and a process can have only one: MLX keeps the first.
     if parallel.tensor_parallel_size == 1:
@@ -62,8 +61,7 @@ def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
 def _own_address(parallel: ParallelConfig) -> str:
     """Returns this rank's address for its neighbors: VLLM_HOST_IP, or vLLM's guess.
 
-    Raises:
-        ValueError: the address is IPv6, which MLX's ring does not support.
+    Raises ValueError: the address is IPv6, which MLX's ring does not support.
     """
     if parallel.nnodes == 1 and parallel.distributed_executor_backend != "ray":
         return "127.0.0.1"

@@ -149,8 +149,7 @@ class StepScope(Generic[PlanT]):
     def plan(self) -> PlanT:
         """The step's plan.
 
-        Raises:
-            RuntimeError: no step has begun, or it has ended.
+        Raises RuntimeError: no step has begun, or it has ended.
         """
         if self._step is None:
             raise RuntimeError(_NO_STEP)

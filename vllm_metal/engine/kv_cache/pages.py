@@ -111,8 +111,7 @@ class BlockPages:
         ended, as for the step's other reads: MLX copies a pool that is written while a read of it
         is queued.
 
-        Raises:
-            ValueError: one of the blocks ([n] integers, n at least 1) is out of range.
+        Raises ValueError: one of the blocks ([n] integers, n at least 1) is out of range.
         """
         check_blocks("blocks_np", blocks_np, self._num_blocks)
         fenced = self._fenced[group]

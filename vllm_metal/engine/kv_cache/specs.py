@@ -243,8 +243,7 @@ def allocate_kv_caches(
     block belongs to one group at a time. Recurrent states use the memory of K and V at their
     offset, if there are any.
 
-    Raises:
-        NotImplementedError: attention layers that share memory have different shapes.
+    Raises NotImplementedError: attention layers that share memory have different shapes.
     """
     own = {layer.name: layer for layer in layers}
     by_name = own | _packs_of(config, own)

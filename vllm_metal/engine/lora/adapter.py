@@ -92,8 +92,7 @@ class Adapter:
 def read_adapter(content: AdapterContent, max_rank: int) -> Adapter:
     """Reads an adapter and checks everything that does not depend on the model.
 
-    Raises:
-        AdapterError: the files are unreadable or use an unsupported feature.
+    Raises AdapterError: the files are unreadable or use an unsupported feature.
     """
     config = _config(content)
     if "peft_type" in config or "target_modules" in config:

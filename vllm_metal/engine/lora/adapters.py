@@ -130,8 +130,7 @@ class Adapters:
     def pin(self, asked_id: int) -> bool:
         """Pins a client's adapter in a slot.
 
-        Raises:
-            ValueError: the adapter is not loaded, or no slot would be left for others.
+        Raises ValueError: the adapter is not loaded, or no slot would be left for others.
         """
         if asked_id not in self._by_id:
             raise ValueError(f"LoRA adapter {asked_id} is not loaded: it cannot be pinned")
@@ -151,8 +150,7 @@ class Adapters:
     def activate(self, digests: Collection[str]) -> Mapping[str, int]:
         """Gives each adapter of a step a slot and returns all slots by digest.
 
-        Raises:
-            RuntimeError: the step has more adapters than there are slots.
+        Raises RuntimeError: the step has more adapters than there are slots.
         """
         missing = []
         for digest in digests:

@@ -91,8 +91,7 @@ class _Origin:
 def on_modules(adapter: Adapter, model: nn.Module) -> dict[str, LowRank]:
     """Maps an adapter's updates to modules of mlx-lm's model.
 
-    Raises:
-        AdapterError: a name matches no module, or a module combines parts of several updates.
+    Raises AdapterError: a name matches no module, or a module combines parts of several updates.
     """
     if not adapter.is_peft:
         return dict(adapter.updates)

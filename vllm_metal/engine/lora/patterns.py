@@ -46,8 +46,7 @@ class Patterns:
     def update_of(self, module: str) -> Update:
         """Returns PEFT's settings for a module name in the adapter's file.
 
-        Raises:
-            ValueError: the file and the configuration disagree on the number of parameters.
+        Raises ValueError: the file and the configuration disagree on the number of parameters.
         """
         config = self._config
         parameter = self._parameter(module)

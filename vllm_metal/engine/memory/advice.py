@@ -47,8 +47,7 @@ class Change:
 def check(measured: Measured, settings: Settings, request: Request) -> Budget:
     """Returns the budget if the pool holds one request of max_model_len.
 
-    Raises:
-        BudgetError: the pool is too small, or the requested pool exceeds what the device allows.
+    Raises BudgetError: the pool is too small, or the requested pool exceeds what the device allows.
     """
     budget = budget_of(measured, settings)
     if fits(measured, settings, request):

@@ -99,8 +99,7 @@ class MemoryPlanner:
     ) -> int:
         """Returns the KV pool's bytes; measures with only the networks loaded.
 
-        Raises:
-            BudgetError: the pool would not hold one request of max_model_len.
+        Raises BudgetError: the pool would not hold one request of max_model_len.
         """
         settings = settings_of(config, self._kind, needs, self._before.total)
         request = Request(needs, quantized)

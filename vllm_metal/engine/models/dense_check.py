@@ -50,8 +50,7 @@ def check_hidden(parts: ModelParts, paged: PagedHidden, dtype: mx.Dtype, model_t
 
     `dtype` is that of the weights, `model_type` is for the message.
 
-    Raises:
-        ModelLoadError: the hidden states differ by more than the limit.
+    Raises ModelLoadError: the hidden states differ by more than the limit.
     """
     expected = np.array(parts.dense_hidden(paged.token_ids).astype(mx.float32))
     distances = np.linalg.norm(paged.hidden_states - expected, axis=-1)

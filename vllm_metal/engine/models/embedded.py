@@ -67,8 +67,7 @@ def smollm2_gguf() -> Path:
 def gemma3_270m_path() -> Path:
     """Returns the folder of Gemma 3 270M (pretrained, no chat template), float32 (1.1 GB).
 
-    Raises:
-        MissingModelPackage: one of its packages is not installed.
+    Raises MissingModelPackage: one of its packages is not installed.
     """
     # Tests use it for what SmolLM2 lacks: sliding-window layers, and a file in Q4_K.
 

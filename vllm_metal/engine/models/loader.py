@@ -253,8 +253,7 @@ def load_checkpoint(
 ) -> tuple[dict[str, Weight], Plan]:
     """Returns lazy weights, in their files' dtypes, and their storage plan; see `load_weights`.
 
-    Raises:
-        ModelLoadError: see `load_weights`; also if a format is not supported.
+    Raises ModelLoadError: see `load_weights`; also if a format is not supported.
     """
     folder = model_folder(model_config, config, HEAD_PATTERNS)
     paths = sorted(folder.glob("*.safetensors"))
@@ -324,8 +323,7 @@ def check_draft_vocabulary(config: VllmConfig) -> None:
     vLLM only compares the sizes of the vocabularies. Does nothing unless both folders have a
     tokenizer.json.
 
-    Raises:
-        ModelLoadError: an id maps to two different tokens.
+    Raises ModelLoadError: an id maps to two different tokens.
     """
     assert config.speculative_config is not None
     pair = (config.model_config, config.speculative_config.draft_model_config)

@@ -60,8 +60,7 @@ class ModelParts:
     def embed(self, input_ids: mx.array) -> mx.array:
         """Returns [T, 1, H] embeddings of [T] int32 tokens, for `forward_hidden`.
 
-        Raises:
-            NotImplementedError: the embedding is not where mlx-lm's families keep it.
+        Raises NotImplementedError: the embedding is not where mlx-lm's families keep it.
         """
         return cast(mx.array, self.input_embedding(input_ids[:, None]))
 
@@ -127,8 +126,7 @@ class ModelParts:
     def dense_hidden(self, token_ids: Sequence[int]) -> mx.array:
         """Returns [T, H] hidden states of a text of T tokens, with mlx-lm's own cache; lazy.
 
-        Raises:
-            NotImplementedError: the model has no head of its own.
+        Raises NotImplementedError: the model has no head of its own.
         """
         if self._decoder is None:
             raise NotImplementedError("the model's hidden states cannot be separated from its head")
@@ -156,8 +154,7 @@ class ModelParts:
     def observe(self, observer: Callable[[mx.array], object]) -> None:
         """Calls `observer` with the final hidden states, [T, 1, H], in every forward.
 
-        Raises:
-            NotImplementedError: the model has no head of its own.
+        Raises NotImplementedError: the model has no head of its own.
         """
         if self._decoder is None:
             raise NotImplementedError(
@@ -176,8 +173,7 @@ class ModelParts:
     def input_embedding(self) -> nn.Module:
         """The model's token embedding.
 
-        Raises:
-            NotImplementedError: the embedding is not where mlx-lm's families keep it.
+        Raises NotImplementedError: the embedding is not where mlx-lm's families keep it.
         """
         if self._embedding is None:
             raise NotImplementedError(_NO_EMBEDDING)
@@ -188,8 +184,7 @@ class ModelParts:
 
         Measures it by a call that ends at the first layer, as families store it in many places.
 
-        Raises:
-            NotImplementedError: the model transforms its embeddings in another way.
+        Raises NotImplementedError: the model transforms its embeddings in another way.
         """
         (*_, size) = self.input_embedding(mx.zeros(1, mx.int32)).shape
         first = self.model.layers[0]
@@ -248,8 +243,7 @@ class HiddenStates:
             key: key of the draft's config.json with the layers, for messages.
             outlive_forward: False if `take` is called within each forward of the target.
 
-        Raises:
-            NotImplementedError: the model has no such layer, or its states are not accessible.
+        Raises NotImplementedError: the model has no such layer, or its states are not accessible.
         """
         self._layer_ids = [0] if layer_ids is None else layer_ids
         self._newest: dict[int, mx.array] = {}

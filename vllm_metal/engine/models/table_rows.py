@@ -52,8 +52,7 @@ class TableRows:
     def read(self) -> None:
         """Reads the rows that are due; waits for the tokens if the device is yet to compute them.
 
-        Raises:
-            TableError: a file cannot be read.
+        Raises TableError: a file cannot be read.
         """
         reserved, self._reserved = self._reserved, None
         if reserved is not None:

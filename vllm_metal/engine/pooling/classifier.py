@@ -24,8 +24,7 @@ _TWO_WAYS, _EACH_TOKEN = "from_2_way_softmax", "no_post_processing"
 def stored(folder: Path, model_config: ModelConfig) -> torch.nn.Linear:
     """Returns the layer `score` of a sequence-classification checkpoint in the head's dtype.
 
-    Raises:
-        ModelLoadError: the layer is missing or malformed.
+    Raises ModelLoadError: the layer is missing or malformed.
     """
     arrays = stored_arrays(folder)
     found = {name: array for name, array in arrays if name.startswith(OTHER_HEAD)}
@@ -52,8 +51,7 @@ def of_head(model: nn.Module, embedding: nn.Module, model_config: ModelConfig) -
 
     `classifier_from_token` of the configuration names the tokens.
 
-    Raises:
-        ModelLoadError: a name is not a token of the tokenizer, or vLLM lacks the method.
+    Raises ModelLoadError: a name is not a token of the tokenizer, or vLLM lacks the method.
     """
     tokens, method = _setting(model_config, "classifier_from_token"), asked(model_config)
     rows = head_rows(model, embedding, _token_ids(tokens, model_config))

@@ -19,8 +19,7 @@ def make(config: VllmConfig, classifier: torch.nn.Module | None) -> Pooler:
 
     classifier: maps [n, H] hidden states to [n, labels]; None: the model embeds.
 
-    Raises:
-        ModelLoadError: a layer of the sentence-transformers files could not be read.
+    Raises ModelLoadError: a layer of the sentence-transformers files could not be read.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.pooler import DispatchPooler
@@ -39,8 +38,7 @@ def make(config: VllmConfig, classifier: torch.nn.Module | None) -> Pooler:
 def check_projector(config: VllmConfig, pooler: Any) -> None:
     """Checks that a pooler has all Dense layers of the checkpoint.
 
-    Raises:
-        ModelLoadError: a Dense layer is missing.
+    Raises ModelLoadError: a Dense layer is missing.
     """
     from vllm.transformers_utils.config import try_get_dense_modules
 

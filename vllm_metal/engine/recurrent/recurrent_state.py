@@ -95,8 +95,7 @@ class RecurrentState(LayerState, Traceable, Generic[PlanT]):
     def __init__(self, storage: LayerKVCache, form: StateFormat) -> None:
         """Uses a layer's K and V, or memory from `KVBackend.allocate_states`.
 
-        Raises:
-            ValueError: a state does not fit in a block.
+        Raises ValueError: a state does not fit in a block.
         """
         sizes = storage.block_bytes
         if form.nbytes > sum(sizes):

@@ -61,8 +61,7 @@ def check_weight_files(folder: Path) -> None:
 def headers(folder: Path) -> dict[str, Header]:
     """Reads the headers of a model's tensors by name, each from the file that the index lists.
 
-    Raises:
-        ModelLoadError: see `check_weight_files`.
+    Raises ModelLoadError: see `check_weight_files`.
     """
     if is_gguf(folder):
         raise ModelLoadError(
@@ -92,8 +91,7 @@ def headers_of(
 ) -> dict[str, Header]:
     """Reads the headers of tensors in safetensors files; `counts` selects tensors by name and file.
 
-    Raises:
-        ModelLoadError: a file is unreadable or truncated, or two have a tensor of the same name.
+    Raises ModelLoadError: a file is unreadable or truncated, or two have a tensor of the same name.
     """
     found: dict[str, Header] = {}
     for path in files:
@@ -112,8 +110,7 @@ def headers_of(
 def arrays_of(found: Mapping[str, Header]) -> dict[str, mx.array]:
     """Opens stored tensors as lazy arrays by name; 8-bit floats, which MLX lacks, become uint8.
 
-    Raises:
-        ModelLoadError: a tensor's dtype is not supported.
+    Raises ModelLoadError: a tensor's dtype is not supported.
     """
     for name, header in found.items():
         if header.dtype in _UNSUPPORTED:

@@ -29,8 +29,7 @@ def folder_of(model: str, tokenizer: bool = True) -> str:
 def checked_folder_of(model: str, tokenizer: bool = True) -> str:
     """Like `folder_of`, but checks names that mean no GGUF model with `model_names.check`.
 
-    Raises:
-        ModelLoadError: see `folder_of` and `model_names.check`.
+    Raises ModelLoadError: see `folder_of` and `model_names.check`.
     """
     folder = folder_of(model, tokenizer)
     if folder == model:

@@ -102,8 +102,7 @@ def opened(folder: Path) -> tuple[dict[str, mx.array], Plan]:
 
     `folder` is a result of `folder_of`.
 
-    Raises:
-        ModelLoadError: the file is damaged or was changed.
+    Raises ModelLoadError: the file is damaged or was changed.
     """
     try:
         source = GGUFSource(weight_files(folder)[0])

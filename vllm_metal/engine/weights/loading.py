@@ -43,8 +43,7 @@ class Checkpoint:
 def opened(folder: Path, config: dict[str, Any]) -> Checkpoint:
     """Opens a folder's weights.
 
-    Raises:
-        ModelLoadError: weights are missing, unreadable or in an unsupported format.
+    Raises ModelLoadError: weights are missing, unreadable or in an unsupported format.
     """
     if model_files.is_gguf(folder):
         from vllm_metal.engine.weights import gguf_model  # needs the package gguf

@@ -168,8 +168,7 @@ def group_size_of(num_in: int, count: int, stated: int | None = None) -> int:
 
     `stated` is the configured size, if positive.
 
-    Raises:
-        ModelLoadError: there is no such size, or it differs from `stated`.
+    Raises ModelLoadError: there is no such size, or it differs from `stated`.
     """
     if stated is not None and stated > 0:
         if -(-num_in // min(stated, num_in)) != count:

@@ -83,8 +83,7 @@ def place(
 def install(model: nn.Module, placed: Placed) -> None:
     """Quantizes the layers of packed weights and loads all arrays.
 
-    Raises:
-        ValueError: a parameter has no array, or an array no parameter.
+    Raises ValueError: a parameter has no array, or an array no parameter.
     """
     nn.quantize(
         model,

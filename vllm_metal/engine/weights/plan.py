@@ -32,8 +32,7 @@ class StoredWeight:
     def converted(self, arrays: Arrays, dtype: mx.Dtype) -> Weight:
         """Converts the weight from the checkpoint's arrays by name.
 
-        Raises:
-            ModelLoadError: arrays do not fit each other; the message names the weight.
+        Raises ModelLoadError: arrays do not fit each other; the message names the weight.
         """
         try:
             return self.convert({part: arrays[name] for part, name in self.tensors.items()}, dtype)
@@ -55,8 +54,7 @@ class Plan:
 
         Skips weights of which an array is missing.
 
-        Raises:
-            ModelLoadError: see `StoredWeight.converted`.
+        Raises ModelLoadError: see `StoredWeight.converted`.
         """
         taken = {tensor for weight in self.weights.values() for tensor in weight.tensors.values()}
         found: dict[str, Weight] = {

@@ -74,8 +74,7 @@ class Quantization:
     def of(stated: Config) -> Quantization:
         """Reads a `quantization_config`.
 
-        Raises:
-            ModelLoadError: its method or its format is not supported.
+        Raises ModelLoadError: its method or its format is not supported.
         """
         inner = stated.get("quantization")  # modelopt nests it in hf_quant_config.json
         settings = {**stated, **inner} if isinstance(inner, Mapping) else dict(stated)

@@ -93,8 +93,7 @@ class ModelRunner:
     def execute(self, step: Step) -> None:
         """Updates requests and blocks, and builds the forward of the scheduled tokens.
 
-        Raises:
-            RequestsRefused: some requests could not be added.
+        Raises RequestsRefused: some requests could not be added.
         """
         take_measured()  # of a step that failed, or of none: not this one's
         self.process_accepted(step.scheduler_output)  # which drafts of earlier steps were kept

@@ -244,8 +244,7 @@ class MetalWorker(WorkerBase):
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocates the KV pool again, and reloads the weights if they were freed.
 
-        Raises:
-            RuntimeError: other programs use the memory by now; the call may be repeated.
+        Raises RuntimeError: other programs use the memory by now; the call may be repeated.
         """
         if tags is None or "kv_cache" in tags:
             self._memory.check_room(self._awake_bytes - mx.get_active_memory())

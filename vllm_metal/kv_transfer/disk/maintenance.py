@@ -116,8 +116,7 @@ def remove(root: Path, selection: Selection) -> tuple[int, int]:
 
     A selection of all removes the whole cache, unless an engine uses it.
 
-    Raises:
-        OSError: the cache cannot be read or locked, or a block cannot be removed.
+    Raises OSError: the cache cannot be read or locked, or a block cannot be removed.
     """
     with closing(Ledger(root)) as ledger, ledger.locked() as balance:
         balance = balance or UNKNOWN

@@ -20,8 +20,7 @@ def install(module: ModuleType) -> None:
 
     module: module of an encoder that has imported mlx-vlm's attention.
 
-    Raises:
-        ValueError: this mlx-vlm release has not been compared with transformers.
+    Raises ValueError: this mlx-vlm release has not been compared with transformers.
     """
     check_release("mlx-vlm", RELEASES, "its encoders")
     dense = getattr(module, _NAME)

@@ -208,8 +208,7 @@ def _model_type(config: Mapping[str, Any]) -> str:
 def install() -> None:
     """Patches attention, its parts and the modules that were imported; idempotent.
 
-    Raises:
-        ValueError: mlx-lm's release is not one the patches were written for.
+    Raises ValueError: mlx-lm's release is not one the patches were written for.
     """
     for name, patches in {**PATCHES, **PAGED}.items():
         module = sys.modules.get(MLX_LM + name)

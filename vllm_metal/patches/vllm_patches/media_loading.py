@@ -76,8 +76,7 @@ class ImageMemory:
         `pixels` is the number in the image's header. Returns the number to count, which is larger
         for small images and large files.
 
-        Raises:
-            VLLMValidationError: the request's images have too many pixels.
+        Raises VLLMValidationError: the request's images have too many pixels.
         """
         from vllm.exceptions import VLLMValidationError
 

@@ -173,8 +173,7 @@ def leave_causes() -> None:
 def _leave_cause(record: logging.LogRecord) -> bool:
     """Returns False for a failure with a known cause, whose message is not to be shown.
 
-    Raises:
-        SystemExit: the start failed; this process would print the same traceback once more.
+    Raises SystemExit: the start failed; this process would print the same traceback once more.
     """
     error, message = record.exc_info[1] if record.exc_info else None, str(record.msg)
     starts, ends = _FAILED_START in message, any(each in message for each in _FAILED)

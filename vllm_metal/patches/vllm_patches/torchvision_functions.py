@@ -55,8 +55,7 @@ def resize(
 ) -> torch.Tensor:
     """Resizes a float or uint8 image to (height, width), keeping its dtype.
 
-    Raises:
-        ValueError: torch does not have this interpolation.
+    Raises ValueError: torch does not have this interpolation.
     """
     if interpolation not in (*_WITH_ANTIALIAS, *list(InterpolationMode)[:2]):
         raise ValueError(f"torch does not interpolate by {interpolation.value!r}")

@@ -155,8 +155,7 @@ class TextAttention(AttendingCache):
     ) -> mx.array:
         """Attends [T, H, 1, D] queries to the keys of their texts; returns [T, H, 1, D].
 
-        Raises:
-            NotImplementedError: the layer caps its scores, or adds a bias.
+        Raises NotImplementedError: the layer caps its scores, or adds a bias.
         """
         if scoring.softcap is not None or scoring.bias is not None:
             raise NotImplementedError(

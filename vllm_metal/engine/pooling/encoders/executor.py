@@ -28,8 +28,7 @@ class EncoderExecutor(PagedLayers):
 
         block_tables: unused. inputs: the model's inputs; None: `rows.inputs`.
 
-        Raises:
-            RuntimeError: part of a text is missing.
+        Raises RuntimeError: part of a text is missing.
         """
         if (rows.positions_np[rows.query_start_loc_np[:-1]] != 0).any():
             raise RuntimeError(

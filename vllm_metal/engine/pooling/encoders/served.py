@@ -140,8 +140,7 @@ def of_content(content: Config) -> Architecture | None:
 def refuse_others(content: Config) -> None:
     """Rejects unsupported encoders of supported families.
 
-    Raises:
-        ModelLoadError: lists the supported architectures.
+    Raises ModelLoadError: lists the supported architectures.
     """
     families = [name.removesuffix("Model") for name in ARCHITECTURES if name.endswith("Model")]
     (name, *_) = content.get("architectures") or ("",)
@@ -160,8 +159,7 @@ def is_causal(hf_config: Any) -> bool:
 def check_config(config: Config, family: Family) -> None:
     """Checks config.json, including --hf-overrides, for values that `family` does not compute.
 
-    Raises:
-        ModelLoadError: a value is not supported, or a key that may matter is not read.
+    Raises ModelLoadError: a value is not supported, or a key that may matter is not read.
     """
     for key, values in family.fixed.items():
         value = config.get(key)

@@ -13,8 +13,7 @@ FAMILIES: tuple[Family, ...] = (*DENSE, *MIXED)
 def family_of(source: GGUFSource) -> Family:
     """Finds a file's family for conversion.
 
-    Raises:
-        ConversionError: `convert` does not support the family; the message lists those it does.
+    Raises ConversionError: `convert` does not support the family; the message lists those it does.
     """
     known = sorted(family.architecture for family in FAMILIES if family.converts)
     if source.architecture not in known:
@@ -33,8 +32,7 @@ def family_of(source: GGUFSource) -> Family:
 def served_family(source: GGUFSource) -> Family:
     """Finds a file's family for serving.
 
-    Raises:
-        ConversionError: the file is not a language model, or its family is not supported.
+    Raises ConversionError: the file is not a language model, or its family is not supported.
     """
     architecture, path = source.architecture, source.path
     if source.get("general.type") == "adapter":

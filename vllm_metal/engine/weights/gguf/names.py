@@ -17,8 +17,7 @@ _ATTENTION_INPUTS = ("attn_q", "attn_k", "attn_v")
 def served_names(family: Family, source: GGUFSource) -> dict[str, list[str]]:
     """Maps mlx-lm's parameter names to the GGUF names of their parts, for all served tensors.
 
-    Raises:
-        ConversionError: the file has a tensor that the family does not have.
+    Raises ConversionError: the file has a tensor that the family does not have.
     """
     found: dict[str, list[str]] = {}
     layers = num_layers(source)

@@ -64,8 +64,7 @@ class GGUFSource:
     def __init__(self, path: Path) -> None:
         """Opens `path` and, if it is a part of a split model, all parts.
 
-        Raises:
-            ConversionError: a file is missing or damaged.
+        Raises ConversionError: a file is missing or damaged.
         """
         self.path = path
         header = _open(path)

@@ -77,8 +77,7 @@ _TOKENIZER_FILES = (
 def write_tokenizer(source: GGUFSource, out: Path) -> None:
     """Writes the tokenizer of `source` into the directory `out`.
 
-    Raises:
-        ConversionError: the vocabulary type or the pre-tokenization pattern is unknown.
+    Raises ConversionError: the vocabulary type or the pre-tokenization pattern is unknown.
     """
     tokens: list[str] = source.require("tokenizer.ggml.tokens")
     tokenizer = build_tokenizer(source, tokens)
