@@ -8,7 +8,7 @@ import numpy as np
 LEAST_SAVED = 4096
 
 
-def any_alike(tables: np.ndarray) -> bool:
+def any_shared(tables: np.ndarray) -> bool:
     """Returns whether any requests share their first block; fast, and enough in most steps."""
     firsts = tables[:, 0].copy()
     firsts.sort()
@@ -30,7 +30,7 @@ def common_prefixes(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray,
     group = np.full(len(tables), -1)
     lengths: list[np.ndarray] = []
     num_common = empty = np.zeros(0, np.int64)
-    if any_alike(tables) and usable.max() > 0:
+    if any_shared(tables) and usable.max() > 0:
         members, num_common = _sort_by_blocks(tables, usable)
     num_groups = 0
     while num_common.any():

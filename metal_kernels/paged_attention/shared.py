@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from metal_kernels.paged_attention.common_prefix import any_alike, common_prefixes
+from metal_kernels.paged_attention.common_prefix import any_shared, common_prefixes
 from metal_kernels.paged_attention.pieces import Batch, Pieces
 from metal_kernels.paged_attention.splits import MOST_RESULTS
 from metal_kernels.paged_attention.tiles import NO_WINDOW, Tiles
@@ -42,7 +42,7 @@ def shared_prefixes(
     if tiles.shared is None or not tiles.split or batch.window < NO_WINDOW:
         return None
     members, shape = pieces.request, batch.shape
-    if len(members) < 2 or not any_alike(block_tables):
+    if len(members) < 2 or not any_shared(block_tables):
         return None  # in most steps
     if len(members) < len(block_tables):
         block_tables = block_tables[members]

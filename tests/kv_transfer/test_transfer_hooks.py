@@ -64,7 +64,7 @@ def load_job(req_id, names, blocks):
     return TransferJob(req_id=req_id, src_spec=keys_of(names), dst_spec=blocks)
 
 
-def step(hooks, stores=(), loads=(), new=(), scheduled=(), computed=True, sound=True, **told):
+def step(hooks, stores=(), loads=(), new=(), scheduled=(), computed=True, pool_valid=True, **told):
     """A step's hooks; the jobs and requests that the scheduler hears have ended.
 
     It is known at once that the step was computed, unless `known` says no.
@@ -79,8 +79,8 @@ def step(hooks, stores=(), loads=(), new=(), scheduled=(), computed=True, sound=
         finished_req_ids=finished,
         kv_connector_metadata=metadata,
     )
-    hooks.before_step(output, sound)
-    if sound:
+    hooks.before_step(output, pool_valid)
+    if pool_valid:
         hooks.before_forward()
     if scheduled and computed:
         hooks.before_submit()
@@ -166,7 +166,7 @@ def test_a_load_whose_blocks_are_taken_away_writes_nothing(hooks, pool, how):
     step(hooks, {0: store_job("r", "a", [3])}, new=["r"], scheduled=["r"])
     finish(hooks, 0)
     before = pool.block(7)
-    step(hooks, loads={1: load_job("s", "a", [7])}, sound=False, computed=False)
+    step(hooks, loads={1: load_job("s", "a", [7])}, pool_valid=False, computed=False)
     (outcome,) = [step(hooks, **{how: frozenset(["s"])})]
     assert outcome.finished_recving == {"s"} and not outcome.failed_recving
     assert ended_jobs([step(hooks)]) == set()

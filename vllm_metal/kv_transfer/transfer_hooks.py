@@ -118,7 +118,7 @@ class TransferHooks(StepHooks):
         self._on_pool.clear()
         self._runner = None
 
-    def before_step(self, scheduler_output: SchedulerOutput, sound: bool) -> None:
+    def before_step(self, scheduler_output: SchedulerOutput, pool_valid: bool) -> None:
         metadata = scheduler_output.kv_connector_metadata
         assert isinstance(metadata, TransferMetadata)
         self._metadata = metadata
@@ -129,7 +129,7 @@ class TransferHooks(StepHooks):
         for job_id, job in metadata.load_jobs.items():
             self.load_jobs.add(job_id, job.req_id, *_pages(job, job.src_spec, job.dst_spec))
         self._read_on()
-        if not sound:
+        if not pool_valid:
             return
         self._on_pool.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
         self._on_pool |= scheduler_output.scheduled_cached_reqs.resumed_req_ids

@@ -26,8 +26,8 @@ class Connector(StepHooks):
     def before_pool_goes(self, lost):
         self.calls.append("pool lost" if lost else "pool goes")
 
-    def before_step(self, scheduler_output, sound):
-        self.calls.append(("before", list(scheduler_output.num_scheduled_tokens), sound))
+    def before_step(self, scheduler_output, pool_valid):
+        self.calls.append(("before", list(scheduler_output.num_scheduled_tokens), pool_valid))
 
     def before_forward(self):
         self.calls.append("before forward")

@@ -98,7 +98,7 @@ class ModelRunner:
         take_measured()  # of a step that failed, or of none: not this one's
         self.process_accepted(step.scheduler_output)  # which drafts of earlier steps were kept
         self.finalize_blocks(step.scheduler_output)  # K/V of drafts that blocks must hold
-        self.update_states(step, sound=True)  # requests come, go, get on; K/V leave the pool
+        self.update_states(step, pool_valid=True)  # requests come, go, get on; K/V leave the pool
         self.update_blocks(step.scheduler_output)  # cleared, copied
         self._hooks.before_forward()  # K/V enter the pool
         if step.req_ids:
@@ -113,19 +113,19 @@ class ModelRunner:
         self.end_step(step, computed=True)
         return output
 
-    def update_states(self, step: Step, sound: bool) -> None:
+    def update_states(self, step: Step, pool_valid: bool) -> None:
         """Notifies hooks, requests and columns of a step, each only once even if one call failed.
 
         Args:
             step: the scheduler's step.
-            sound: whether the pool holds what the scheduler assumes.
+            pool_valid: whether the pool holds what the scheduler assumes.
 
         Raises:
             RequestsRefused: some requests could not be added.
         """
         if not step.hooks_told:
             step.hooks_told = True
-            self._hooks.before_step(step.scheduler_output, sound)
+            self._hooks.before_step(step.scheduler_output, pool_valid)
         if not step.requests_told:
             step.requests_told = True
             self.update_requests(step.scheduler_output)
@@ -411,7 +411,8 @@ class ModelRunner:
     def _submit_drafts(self, arrays: list[mx.array]) -> None:
         """Submits the draft network's writes that belong to the step just submitted.
 
-        Submitted together, MLX might compute both networks side by side, with the memory of both.
+        They are submitted separately, because MLX might compute two networks submitted together
+        at the same time, with the memory of both.
         """
         self._in_flight += arrays
         mx.async_eval(arrays)

@@ -126,7 +126,7 @@ class RecoveringRunner:
         self._attempt(lambda runner: runner.execute(step))
         # The step's updates must be applied whatever failed, also before the scheduler knows.
         while not step.requests_told:
-            self._call_always(lambda runner: runner.update_states(step, sound=False))
+            self._call_always(lambda runner: runner.update_states(step, pool_valid=False))
         if step.req_ids:
             return None
         self._call_always(lambda runner: runner.end_step(step, computed=False))

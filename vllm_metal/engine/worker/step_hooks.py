@@ -59,7 +59,7 @@ class StepHooks:
                 loads other weights or ends, and the device has finished all steps.
         """
 
-    def before_step(self, scheduler_output: SchedulerOutput, sound: bool) -> None:
+    def before_step(self, scheduler_output: SchedulerOutput, pool_valid: bool) -> None:
         """Called with a new scheduler output, before it changes any requests or blocks.
 
         This is the last moment to copy out blocks that the step clears or gives to other requests.
@@ -67,8 +67,8 @@ class StepHooks:
 
         Args:
             scheduler_output: the step's, which may have nothing scheduled.
-            sound: whether the pool holds what the scheduler assumes. False until a failed step is
-                reported to the scheduler; the step is then skipped.
+            pool_valid: whether the pool holds what the scheduler assumes. False until a failed
+                step is reported to the scheduler; the step is then skipped.
         """
 
     def before_forward(self) -> None:

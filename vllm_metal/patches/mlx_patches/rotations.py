@@ -29,7 +29,7 @@ class Rotated:
     positions: mx.array  # [T]
     rotation: Rotation
 
-    def alike(self, other: Rotated) -> bool:
+    def same_rotation(self, other: Rotated) -> bool:
         """Returns whether the other call has the same positions and rotation."""
         same = self.positions is other.positions and self.source.dtype == other.source.dtype
         return same and self.rotation.same_as(other.rotation)
@@ -85,5 +85,5 @@ def of_keys(positions: mx.array, *given: mx.array) -> OfLayer | None:
     if of is None or of.positions is not positions:
         return None
     size = of.source.shape[-1]
-    others = (each for each in reversed(known) if each is not of and each.alike(of))
+    others = (each for each in reversed(known) if each is not of and each.same_rotation(of))
     return OfLayer(of, next((each for each in others if each.source.shape[-1] == size), None))
