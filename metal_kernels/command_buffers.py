@@ -25,7 +25,7 @@ _too_late = False
 
 
 def raise_limit() -> None:
-    """Sets MLX's variable for elements per command buffer, unless set; children inherit it."""
+    """Raises MLX's limit of elements per command buffer by its variable, unless that is set."""
     # MLX reads the variable once, when it first uses the GPU, for example for the first array.
     global _too_late
     if _ELEMENTS not in os.environ:

@@ -160,7 +160,7 @@ class _Step:
         self.lengths_np = self.bounds_np + self.counts_np
 
     def padded(self, members: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns, each [n, L]: padded rows, which of them are new, and which are kept ones."""
+        """Returns [n, L] row indices, padded; and masks of the step's rows and of kept rows."""
         at = np.arange(length)
         first_rows, first_kept = self.first_rows_np[members], self.first_kept_np[members]
         own_index = at - self.bounds_np[members, None]

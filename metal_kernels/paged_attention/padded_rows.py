@@ -17,7 +17,7 @@ class PaddedQueries:
 
     @staticmethod
     def padded(starts: np.ndarray, query_lens: np.ndarray) -> PaddedQueries:
-        """Pads the rows of requests, given their first batch rows."""
+        """Pads requests with [n] first batch rows and numbers of rows to the longest, Q."""
         offsets = np.arange(int(query_lens.max()), dtype=np.int32)
         real = offsets < query_lens[:, None]
         rows = np.where(real, starts[:, None] + offsets, starts[:, None])
@@ -63,7 +63,7 @@ class StepWrites:
         return len(self._rows)
 
     def into(self, table: PaddedTable) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the written positions of a table's flat context, and the rows written there."""
+        """Returns slots of the flattened context that this step writes, and their batch rows."""
         touched = np.flatnonzero(np.isin(table.blocks, self._blocks) & table.real)
         slots = (table.blocks.ravel()[touched, None] * len(self._offsets) + self._offsets).ravel()
         positions = (touched[:, None] * len(self._offsets) + self._offsets).ravel()

@@ -95,7 +95,7 @@ class Batch:
 
 
 def _shift(counts: mx.array) -> mx.array:
-    """Returns what to subtract from an array of struct Request for a lag, [max(R, 2), 4]."""
+    """Returns the lag of R requests, in the layout of struct Request, [max(R, 2), 4]."""
     rows = mx.pad(counts, (0, max(0, MIN_ELEMENTS // 4 - len(counts))))
     return rows[:, None] * mx.array([0, 0, 1, 1], mx.int32)
 

@@ -33,7 +33,7 @@ class Rows:
     decays: mx.array | None  # [n, HK, G, L, 1 or DK], 1 for rows that change nothing
 
     def part(self, start: int, stop: int) -> Rows:
-        """Returns rows `start` to `stop`; if not all are wanted, every row must have a query."""
+        """Slices rows `start` to `stop`; unless these are all, each must have a query (Q = L)."""
         if start == 0 and stop == self.keys.shape[-2]:
             return self
         part = (..., slice(start, stop), slice(None))

@@ -74,7 +74,7 @@ def _requests(case: Case, kernel: str, step: int) -> list[tuple[int, int]]:
 
 
 def _turn(case: Case, step: int) -> int:
-    """Returns the number of full passes of `reduce` over all sizes of tiles (see play.py)."""
+    """Returns how often the steps before `step` have gone through all sizes of tiles."""
     sizes = Tiles.for_layer(case.shape, case.window)
     return step // (len(sizes.decode) + len(sizes.prefill))
 

@@ -72,7 +72,7 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
 
 
 def _obstacles(args: EngineArgs, model: ModelConfig, num_drafts: int) -> Iterator[bool]:
-    """Yields whether each condition holds under which drafts fail or affect other settings."""
+    """Yields True for each setting that drafts do not work with, or would change."""
     yield model.runner_type != "generate"
     yield max(args.tensor_parallel_size, args.pipeline_parallel_size) > 1
     yield bool(args.logits_processors) or bool(entry_points(group=_PLUGINS))

@@ -59,7 +59,7 @@ def _draft_bits(value: Any) -> int | None:
 
 
 def embedding_tables(value: Any) -> str:
-    """Reads the place of tables by token id; raises ValueError for others."""
+    """Checks a value of `embedding_tables`; raises ValueError if it is none of the three."""
     if value in ("auto", "memory", "disk"):
         return str(value)
     raise ValueError(f'must be "auto", "memory" or "disk", not {value!r}')

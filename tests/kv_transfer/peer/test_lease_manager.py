@@ -48,7 +48,7 @@ def make_manager(ends, server, clock):
 
 def want(keeper, *keys):
     keeper.want(keys)
-    keeper.found()
+    keeper.start_renewing()
 
 
 def test_a_page_is_released_when_the_last_who_asked_lets_go(make_manager, server):
@@ -101,7 +101,7 @@ def test_releases_are_cut_into_messages(monkeypatch, make_manager, server):
     keys = [bytes([number]) for number in range(10)]
     keeper.want(keys)
     keeper.release(keys)
-    keeper.found()
+    keeper.start_renewing()
     wait_until(lambda: len(server.told) == 3)
     assert sorted(map(len, server.released())) == [2, 4, 4]
     assert sorted(key for part in server.released() for key in part) == keys
@@ -112,6 +112,6 @@ def test_closing_without_a_thread_is_nothing(make_manager, server):
     keeper.want([b"a"])
     keeper.not_found([b"a"])
     keeper.close()
-    keeper.found()
+    keeper.start_renewing()
     keeper.release([b"a"])
     assert server.told == []

@@ -236,7 +236,7 @@ def _long_prompt(found: Sequence[Outcome], tuned: Choices) -> int | None:
 
 
 def _fewest_rows(outcome: Outcome, tuned: Choices) -> int | None:
-    """Returns the tuner's limit, which is based on more prompts, else the self-check's."""
+    """Returns the fewest tokens for MLX's recurrence: by the tuner, else by the self-check."""
     kind = str(outcome.case)
     known = outcome.ok and kind in tuned.long_prompt
     return tuned.long_prompt[kind] if known else outcome.fewest_rows

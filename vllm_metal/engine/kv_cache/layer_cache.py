@@ -294,7 +294,8 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
     def keys_of(self, plan: PlanT, bucket: Bucket) -> mx.array:
         """Returns the keys of a bucket's contexts, [Hkv, n, S, D]; called after `write`.
 
-        Slots behind a context hold anything. `bucket` is of `KVBackend.plan_of_contexts`.
+        Slots past the end of a context have arbitrary content. `bucket` is of
+        `KVBackend.plan_of_contexts`.
         """
 
     @abstractmethod

@@ -278,7 +278,7 @@ def finite_rows(parts: Sequence[PagePart], rows: np.ndarray) -> np.ndarray:
 
 
 def _finite(columns: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """Checks [n, bytes] uint8 columns of one floating dtype.
+    """Returns [n] bool, whether all numbers in rows of `columns`, [n, bytes] uint8, are finite.
 
     Compares the largest bit patterns, without temporary arrays: viewed as unsigned for negative
     numbers, as signed for positive ones.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV pool on MLX's own operations, which never copy it."""
+"""Stores the KV pool with MLX's own operations, so that MLX never copies the pool."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         return mx.where((places == ABSENT)[..., None], mx.zeros((), found.dtype), found)
 
     def _newest_keys(self, plan: ScatterPlan) -> mx.array:
-        """Returns this step's keys as reading them from the pool would give, [E + T, Hkv, D]."""
+        """Returns this step's keys after quantization, if any, [E + T, Hkv, D]."""
         return self._as_stored(self._newest(plan).arrays[: len(self.keys.arrays)])
 
     def _newest(self, plan: ScatterPlan) -> Pending[ScatterPlan]:
@@ -210,7 +210,7 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         return next(each for each in reversed(self._pending) if each.plan is plan)
 
     def _as_stored(self, encoded: list[mx.array]) -> mx.array:
-        """Returns K or V, [T, Hkv, D], as reading them from the pool would give."""
+        """Returns K or V, [T, Hkv, D], quantized and dequantized if the pool is quantized."""
         if self.dtype not in QUANTIZED_DTYPES:
             return encoded[0]
         return decode(*encoded).astype(self._input_dtype)

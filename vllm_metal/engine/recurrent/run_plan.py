@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a step's tokens into runs, for recurrent layers whose modules take sequences.
 
-vLLM gives a request one block for the state at its newest token. While it runs, that is the block
-of the token; a full block keeps the state after its last token, and the next block of the request's
-table has the newer ones ("align" of `--mamba-cache-mode`). A prefill chunk has no blocks between
-its first and its last: these are block 0.
+`sequence_plan` explains which blocks of the pool have a request's states.
 """
 
 from __future__ import annotations

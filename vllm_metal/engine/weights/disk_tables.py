@@ -135,7 +135,7 @@ class DiskEmbedding(nn.Module):
         return mx.dequantize(cast(mx.array, weight), scales, biases, **self._packing)
 
     def _part(self, part: str, extras: Mapping[str, mx.array | None]) -> mx.array | None:
-        """Returns a part of the rows as the loader would have it; None if the table lacks it."""
+        """Returns rows of a part (weight, scales or biases) in the loader's dtype, or None."""
         rows = extras.get(self._names.get(part, ""))
         if rows is None:
             return None
@@ -223,7 +223,7 @@ def tables_of(model: nn.Module) -> list[DiskEmbedding]:
 
 
 def _stored_as(path: str, probe: Placed, markers: Mapping[str, mx.array]) -> dict[str, str] | None:
-    """Returns by part the names of the stored tensors of a module; None if they are changed."""
+    """Maps a module's parts to stored tensors; None if `sanitize` changes more than names."""
     found = {}
     for name, array in probe.arrays.items():
         module, _, part = name.rpartition(".")

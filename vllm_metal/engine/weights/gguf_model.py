@@ -160,7 +160,7 @@ def _part(family: Family, source: GGUFSource, name: str, inexact: str) -> _Part:
 
 
 def _to_mlx_layout(family: Family, name: str, array: mx.array) -> mx.array:
-    """Converts an unquantized array to mlx-lm's shape and meaning."""
+    """Converts an unquantized array from llama.cpp's conventions to mlx-lm's."""
     stem = stem_of(name)
     if family.norm_offset and name.endswith("norm.weight"):
         return array - family.norm_offset

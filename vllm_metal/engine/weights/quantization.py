@@ -127,7 +127,7 @@ class Entries:
         return Entries(paths, tuple(patterns))
 
     def naming(self, module: str) -> str | None:
-        """Returns the entry that matches a module, if any."""
+        """Returns the entry (a name, or a regular expression with re:) that matches a module."""
         bare = _bare(module)
         if (entry := self.paths.get(bare)) is not None:
             return entry

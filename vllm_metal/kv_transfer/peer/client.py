@@ -174,7 +174,7 @@ class Peer:
         self._leases.not_found(key for key in asked if key not in found)
         self._count(num_asked=len(asked), num_found=len(found))
         if found:
-            self._leases.found()
+            self._leases.start_renewing()
         return frozenset(found)
 
     def fetch(

@@ -56,8 +56,8 @@ class LeaseManager:
         with self._changed:
             self._remove_users(keys)
 
-    def found(self) -> None:
-        """Starts renewing leases."""
+    def start_renewing(self) -> None:
+        """Starts to renew leases, in a thread; call it when pages were found."""
         with self._changed:
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(
