@@ -75,18 +75,18 @@ class Generation:
         lead = cache.coalesced.lead(cache_key)
         outcome: Entry | Exception = Abandoned()
         try:
-            kept = await cache.get(cache_key, self._request.owner)
-            if kept is None:
+            entry = await cache.get(cache_key, self._request.owner)
+            if entry is None:
                 exchange = await self._forward(receive, send, "miss", lead)
                 outcome = await self._store_response(cache_key, exchange)
             else:
-                outcome = kept
+                outcome = entry
         finally:
             lead.end(outcome)
-        if kept is None:
+        if entry is None:
             await exchange.deliver()
         else:
-            await self._replay(kept, receive, send)
+            await self._replay(entry, receive, send)
 
     async def _wait(self, waiting: asyncio.Future[Entry], receive: Receive) -> Entry:
         """Waits for an equal request's response.

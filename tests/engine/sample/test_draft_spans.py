@@ -43,7 +43,7 @@ def test_leading_matches_are_accepted(rows):
     places = [
         place <= e for span, e in zip(rows, expected, strict=True) for place in range(len(span))
     ]
-    assert draft_spans.kept(accepted).tolist() == places
+    assert draft_spans.is_output(accepted).tolist() == places
 
 
 @dataclass

@@ -253,7 +253,7 @@ def _adapter_bytes(model: Model, config: VllmConfig) -> int:
     if config.lora_config is None:
         return 0
     found = adapter_bytes(model.parts.model, config.lora_config, MLX_DTYPES[model.dtype])
-    return found.slots + found.kept  # slots on the device, and adapters cached besides
+    return found.slots + found.cached  # slots on the device, and adapters cached besides
 
 
 def _backend(model: Model, machine: Machine, block_size: int) -> KVBackend:

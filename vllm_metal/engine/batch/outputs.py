@@ -29,7 +29,7 @@ class Unread:
     counts_np: np.ndarray  # [R] int32: one more than the drafts verified; 0: all tokens are known
     firsts_np: np.ndarray  # [R] int32, place in `token_ids` of each one's first; 0 without any
     token_ids: mx.array  # [S] int32, of all requests of that step
-    num_rejected: mx.array  # [R] int32, how many at the end of each one's tokens are not kept
+    num_rejected: mx.array  # [R] int32, how many at the end of each one's tokens are not accepted
 
     @cached_property
     def lag(self) -> PositionLag | None:
@@ -89,11 +89,13 @@ class StepOutput:
                 sampled = np.array(self.sampled.token_ids).tolist()
                 self.wait_s = time.perf_counter() - began
                 lens = self.span_lens_np().tolist()
-                rows = zip(self.batch.sampling_np.tolist(), *self._kept_rows(), lens, strict=True)
+                rows = zip(
+                    self.batch.sampling_np.tolist(), *self._accepted_rows(), lens, strict=True
+                )
                 for index, start, stop, count in rows:
-                    self._token_ids[index] = kept = sampled[start:stop]
+                    self._token_ids[index] = accepted = sampled[start:stop]
                     self._requests.append_tokens(
-                        self.batch.requests[index], kept, count - len(kept)
+                        self.batch.requests[index], accepted, count - len(accepted)
                     )
         return self._token_ids
 
@@ -138,7 +140,7 @@ class StepOutput:
 
     def num_accepted(self) -> np.ndarray:
         """[N] int32, accepted drafts of each sampling request; waits for the device."""
-        starts, stops = self._kept_rows()
+        starts, stops = self._accepted_rows()
         return np.array(stops, np.int32) - np.array(starts, np.int32) - 1
 
     def last_rows_np(self) -> np.ndarray:
@@ -149,7 +151,7 @@ class StepOutput:
             rows[sampling] -= self.batch.num_drafts_np[sampling] - self.num_accepted()
         return rows
 
-    def _kept_rows(self) -> tuple[list[int], list[int]]:
+    def _accepted_rows(self) -> tuple[list[int], list[int]]:
         """Start of each sampling request's sampled tokens, and the end of its accepted ones."""
         draft_spans = self.batch.draft_spans
         if self.sampled is None or draft_spans is None or self.sampled.num_accepted is None:
@@ -162,7 +164,7 @@ class StepOutput:
         """Maps request id to why its token is invalid."""
         if self.sampled is None or not (broken := np.array(self.sampled.broken)).any():
             return {}
-        of_request = np.logical_or.reduceat(broken, self._kept_rows()[0])
+        of_request = np.logical_or.reduceat(broken, self._accepted_rows()[0])
         return {
             self.batch.requests[index].req_id: NOT_A_NUMBER
             for index in self.batch.sampling_np[of_request].tolist()
@@ -176,8 +178,8 @@ class StepOutput:
         if self.sampled is not None and self.sampled.logprobs is not None:
             logprobs = self.sampled.logprobs.to_lists()
             if self.batch.draft_spans is not None:
-                kept = zip(*self._kept_rows(), strict=True)
-                rows = np.concatenate([np.arange(start, stop) for start, stop in kept])
+                accepted = zip(*self._accepted_rows(), strict=True)
+                rows = np.concatenate([np.arange(start, stop) for start, stop in accepted])
                 logprobs = logprobs._replace(
                     logprob_token_ids=logprobs.logprob_token_ids[rows],
                     logprobs=logprobs.logprobs[rows],

@@ -179,10 +179,10 @@ class Requests:
         """
         state = self._states[cached.req_ids[index]]
         known, computed = int(self.num_known_np[state.req_idx]), cached.num_computed_tokens[index]
-        kept = self.token_ids_np[state.req_idx, known:computed].tolist()
-        news = cached.new_token_ids[index][max(known - computed, 0) :]
-        if kept or news:
-            self.append_tokens(state, [*kept, *news])
+        accepted = self.token_ids_np[state.req_idx, known:computed].tolist()
+        new = cached.new_token_ids[index][max(known - computed, 0) :]
+        if accepted or new:
+            self.append_tokens(state, [*accepted, *new])
 
     def add_request(self, data: NewRequestData) -> RequestState:
         """Adds a new request, or the next turn of a session, when it is first scheduled.

@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 from vllm_metal.engine.lora.adapter import LowRank, read_adapter
 from vllm_metal.engine.lora.files import AdapterError, AdapterFiles
 from vllm_metal.engine.lora.names import on_modules
-from vllm_metal.engine.lora.updates import Updates, kept_at_most
+from vllm_metal.engine.lora.updates import Updates, max_cached
 from vllm_metal.engine.lora.versions import AdapterRequest, of_content
 from vllm_metal.engine.memory.planner import AdapterBytes
 
@@ -35,9 +35,9 @@ class Adapters:
     def __init__(self, model: nn.Module, config: LoRAConfig, dtype: mx.Dtype) -> None:
         self._model, self._max_rank = model, int(config.max_lora_rank)
         self._num_slots = config.max_loras
-        self._max_kept = kept_at_most(config)
+        self._max_cached = max_cached(config)
         self.updates = Updates(model, self._num_slots, self._max_rank, dtype, config.target_modules)
-        self._kept: OrderedDict[str, Mapping[str, LowRank]] = OrderedDict()
+        self._cached: OrderedDict[str, Mapping[str, LowRank]] = OrderedDict()
         self._slots: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._by_id: dict[int, str] = {}  # maps a client's adapter id to the digest
         self._pinned: set[int] = set()
@@ -46,7 +46,7 @@ class Adapters:
     @property
     def nbytes(self) -> AdapterBytes:
         """Memory of the slots and of the cached adapters, all at the largest rank."""
-        return AdapterBytes(self.updates.nbytes, self._max_kept * self.updates.slot_bytes)
+        return AdapterBytes(self.updates.nbytes, self._max_cached * self.updates.slot_bytes)
 
     def add(self, request: LoRARequest) -> bool:
         """Loads an adapter for a client; replaces one with the same id. Raises what `load` does."""
@@ -62,8 +62,8 @@ class Adapters:
             LoRAAdapterNotFoundError, AdapterError: the adapter cannot be served, or its files
                 changed since the request arrived.
         """
-        if request.digest in self._kept:
-            self._kept.move_to_end(request.digest)
+        if request.digest in self._cached:
+            self._cached.move_to_end(request.digest)
             self._by_id.setdefault(request.asked_id, request.digest)
             return
         content = AdapterFiles.find(request.lora_name, request.lora_path).read()
@@ -81,7 +81,7 @@ class Adapters:
             for name, update in updates.items()
         }
         mx.eval([[update.a, update.b] for update in kept.values()])
-        self._kept[request.digest] = kept
+        self._cached[request.digest] = kept
         self._by_id.setdefault(request.asked_id, request.digest)
         self._evict()
         logger.info("LoRA adapter %s: %d layers", request.lora_name, len(kept))
@@ -103,14 +103,14 @@ class Adapters:
     def _evict(self) -> None:
         """Evicts adapters beyond the limit, except pinned ones and those that requests use."""
         needed = {*self.in_use, *self._pinned_digests()}
-        for digest in [digest for digest in self._kept if digest not in needed]:
-            if len(self._kept) <= self._max_kept:
+        for digest in [digest for digest in self._cached if digest not in needed]:
+            if len(self._cached) <= self._max_cached:
                 return
-            if digest != next(reversed(self._kept)):  # not the one being loaded
+            if digest != next(reversed(self._cached)):  # not the one being loaded
                 self._forget(digest)
 
     def _forget(self, digest: str) -> None:
-        self._kept.pop(digest, None)
+        self._cached.pop(digest, None)
         for asked_id in [each for each, of_id in self._by_id.items() if of_id == digest]:
             del self._by_id[asked_id]
 
@@ -124,7 +124,7 @@ class Adapters:
         if digest is None:
             return False
         if digest not in self._by_id.values() and digest not in self.in_use:
-            self._kept.pop(digest, None)
+            self._cached.pop(digest, None)
         return True
 
     def pin(self, asked_id: int) -> bool:
@@ -160,7 +160,7 @@ class Adapters:
                 missing.append(digest)
         for digest in missing:
             slot = self._free_slot(digests)
-            self.updates.write(slot, self._kept[digest])
+            self.updates.write(slot, self._cached[digest])
             self._slots[digest] = slot
         return self._slots
 

@@ -226,10 +226,10 @@ def adapter_bytes(model: nn.Module, config: LoRAConfig, dtype: mx.Dtype) -> Adap
     """Returns the most bytes that slots and cached adapters take; reads no weights."""
     layers = _layers(model, config.target_modules).values()
     one = sum(layer.nbytes(int(config.max_lora_rank), dtype) for layer in layers)
-    return AdapterBytes((config.max_loras + 1) * one, kept_at_most(config) * one)
+    return AdapterBytes((config.max_loras + 1) * one, max_cached(config) * one)
 
 
-def kept_at_most(config: LoRAConfig) -> int:
+def max_cached(config: LoRAConfig) -> int:
     """Returns how many adapters to keep in memory besides those in slots.
 
     It is --max-cpu-loras plus one: an adapter that is reloaded stays while requests wait for it.

@@ -61,7 +61,7 @@ class AdapterBytes:
     """Maximum bytes of LoRA adapters."""
 
     slots: int  # allocated with the weights
-    kept: int  # of other adapters kept in memory, not allocated yet
+    cached: int  # adapters cached besides the slots, not allocated yet
 
 
 class MemoryPlanner:
@@ -184,7 +184,7 @@ class MemoryPlanner:
             in_use=max(total - self._before.available, 0),
             weights=mx.get_active_memory() - self._other_engines - draft_weights - slots,
             draft_weights=draft_weights,
-            adapters=slots + (adapters.kept if adapters else 0),
+            adapters=slots + (adapters.cached if adapters else 0),
             cache=self._cache,
         )
 

@@ -57,7 +57,7 @@ class DraftSpans:
         start, stop = int(starts[0]), int(starts[-1] + lens[-1])
         return DraftSpans(starts - start, lens, self.draft_ids[start:stop])
 
-    def kept(self, accepted: mx.array) -> mx.array:  # accepted: int32 [R], drafts of each span
+    def is_output(self, accepted: mx.array) -> mx.array:  # accepted: int32 [R], drafts of each span
         """Returns bool [N], whether a row's token is output: all drafts before it are accepted."""
         return mx.array(self.offsets_np) <= accepted[mx.array(self.index_np)]
 

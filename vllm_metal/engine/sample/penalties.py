@@ -84,7 +84,7 @@ class Penalties(SamplingStage):
     def record(self, token_ids: mx.array, step: Step, accepted: mx.array | None) -> None:
         count: int | mx.array = _ONE_OUTPUT
         if step.draft_spans is not None and accepted is not None:
-            count = _ONE_OUTPUT * step.draft_spans.kept(accepted).astype(mx.int32)
+            count = _ONE_OUTPUT * step.draft_spans.is_output(accepted).astype(mx.int32)
         rows = step.rows_using(self)
         if len(rows) < len(step.req_indices):
             index = mx.array(rows)

@@ -76,7 +76,7 @@ class SamplingStage(RequestParameters, Protocol):
 
         token_ids: int32 [N], not to be read on the host. accepted: int32 [R], accepted drafts of
         each span; None without draft_spans. A span outputs only the rows up to and including the
-        one after its last accepted draft (`DraftSpans.kept`).
+        one after its last accepted draft (`DraftSpans.is_output`).
         """
         return
 
