@@ -61,5 +61,7 @@ def test_both_lock_files_pin_the_same_mlx_and_mlx_lm():
 
 def test_mlx_is_pinned_to_the_release_that_the_checklist_was_read_against():
     checklist = (ROOT / "docs" / "metal-checklist.md").read_text()
-    read = re.search(r"\*\*([\d.]+)\*\* marks what was read off that\s+release itself", checklist)
+    read = re.search(
+        r"\*\*([\d.]+)\*\* means that the fact was read from that\s+release", checklist
+    )
     assert read.group(1) == pinned("macos")["mlx"]

@@ -119,7 +119,7 @@ def test_what_is_measured_while_a_step_is_built_comes_with_its_results_alone():
     assert found == [{STEP: {"a_figure": 30}}, {STEP: {"a_figure": 10}}]
 
 
-def test_a_modules_values_are_there_in_a_rehearsal_too():
+def test_a_modules_values_are_there_in_the_warm_up_too():
     column = Gains()
     runner, _, model = make([column], "mlp")
     room = Room(1, BLOCK, 20, 64)
@@ -130,4 +130,4 @@ def test_a_modules_values_are_there_in_a_rehearsal_too():
     chosen = mx.take_along_axis(logits, tokens[0, 1:, None], axis=-1)[:, 0]
     expected = np.array(chosen - mx.logsumexp(logits, axis=-1))
     np.testing.assert_allclose(told.logprobs, expected, atol=2e-4)
-    assert column.by_req_idx.tolist() == [1] * MOST  # the rehearsal's request has left
+    assert column.by_req_idx.tolist() == [1] * MOST  # the warm-up's request has left

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm_metal.engine.sample import Sampler
     from vllm_metal.engine.worker.model_runner import ModelRunner
 
-REQ_ID = "vllm-metal-rehearsal"
+REQ_ID = "vllm-metal-warm-up"
 #: Prompt tokens, in two chunks if there is room.
 NUM_PROMPT_TOKENS, FIRST_CHUNK = 8, 5
 #: The first decode step shows a shape, the second one traces and compiles it. A draft network's
