@@ -95,7 +95,7 @@ class Batch:
 
 
 def _shift(counts: mx.array) -> mx.array:
-    """Returns the lag of R requests, in the layout of struct Request, [max(R, 2), 4]."""
+    """Returns what to subtract from R structs Request, [max(R, 2), 4], for [R] shorter contexts."""
     rows = mx.pad(counts, (0, max(0, MIN_ELEMENTS // 4 - len(counts))))
     return rows[:, None] * mx.array([0, 0, 1, 1], mx.int32)
 

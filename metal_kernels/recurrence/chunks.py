@@ -191,7 +191,7 @@ def through_rows(rows: Rows, state: mx.array, log_rates: mx.array) -> tuple[mx.a
 
 
 def _ratios(decays: mx.array) -> mx.array:
-    """Maps [..., L, 1] decays to their ratios G_t/G_i for i <= t, else 0, [..., L, L]."""
+    """Returns G_t/G_i for i <= t, else 0, [..., L, L]; G: running product of [..., L, 1] decays."""
     length = decays.shape[-2]
     below, up_to = _below(length)
     return mx.where(up_to, mx.cumprod(mx.where(below, decays, 1), axis=-2), 0)

@@ -29,7 +29,7 @@ def releases() -> dict[str, str]:
 
 
 def of(vllm_config: VllmConfig) -> dict[str, Any]:
-    """Returns the facts of an engine as JSON data.
+    """Returns, as JSON data, what must be equal on all ranks: releases, model, weights and dtypes.
 
     Args:
         vllm_config: as checked and completed by the platform; the weights must be on disk.

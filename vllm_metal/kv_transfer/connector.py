@@ -217,7 +217,7 @@ class MetalKVConnector(OffloadingConnector):
                 group.next_stored_chunk_idx = 0  # store what it now computes instead of loading
 
     def metrics_after(self, metrics: Metrics) -> Metrics:
-        """Passes a step's prefill speed to the stores' views; returns these views' new metrics."""
+        """Takes in a step's prefill speed; returns the manager's metrics since the last call."""
         step = metrics.get(STEP, {})
         if (rows := step.get("prefill_rows")) is not None:
             self._manager.computed(rows, step["prefill_seconds"])

@@ -159,8 +159,8 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
 
         Args:
             plan: the recurrent layer's plan.
-            launch: takes the arrays that hold the states, their `split`, and fences to wait for;
-                returns its results and a fence.
+            launch: takes the arrays that hold the states, the number of parts of a block in them
+                (`split`), and fences to wait for; returns its results and a fence.
         """
         self._newest_plan = plan
         found, fence = launch(self.elements_of(self.arrays), self.split, self._write_fences)

@@ -53,11 +53,11 @@ class SparseTokens:
 
 
 class SparsePlan(Protocol):
-    """A step's plan from which some tokens may be excluded."""
+    """An attention plan that leaves out tokens that attend to chosen positions only."""
 
     @property
     def sparse(self) -> SparseTokens | None:
-        """The excluded tokens; None: there are none."""
+        """The tokens left out; None: there are none."""
 
 
 def places_of(bucket: Bucket, block_size: int) -> mx.array:

@@ -169,7 +169,10 @@ def _with_guests(
 
 
 def groups_of(config: KVCacheConfig, layers: Sequence[StatefulLayer]) -> dict[str, int]:
-    """Maps layer names to KV cache groups; guests use the first that keeps the whole context."""
+    """Maps each layer's name to the index of its KV cache group.
+
+    Layers that vLLM does not list use the blocks of the first group that keeps the whole context.
+    """
     groups = config.kv_cache_groups
     found = {name: g for g, group in enumerate(groups) for name in group.layer_names}
     found |= {name: found[first] for name, (first, _) in _indices_in_packs(found, layers).items()}

@@ -33,7 +33,11 @@ class EarlierSlots:
     """Slots that earlier forwards of one submission write; later ones plan their reads by these."""
 
     def __init__(self, num_forwards: int, num_rows: int) -> None:
-        """Takes the most forwards of one submission, and the tokens of each."""
+        """
+        Args:
+            num_forwards: the most forwards that are submitted to the device together.
+            num_rows: tokens of each forward.
+        """
         self._none_np = np.full((num_forwards - 1) * num_rows, -1, np.int32)
         self._by_group: dict[int, np.ndarray] = {}
 

@@ -222,7 +222,7 @@ class _Seen(Exception):
 def _show_input(
     _: nn.Module, hidden_states: mx.array, *args: object, **options: object
 ) -> mx.array:
-    """Replaces `__call__` of a layer."""
+    """Stands in for a layer's `__call__`: raises `_Seen` with the layer's input."""
     raise _Seen(hidden_states)
 
 

@@ -122,7 +122,10 @@ class DiskEmbedding(nn.Module):
             self._reader.read(ids_np, [array.view(np.uint8) for array in arrays])
 
     def __call__(self, ids: mx.array) -> mx.array:
-        """Returns [..., dims]; reads rows by `ids` where the forward has none, which waits."""
+        """Returns the rows of [...] token ids, [..., dims].
+
+        Uses the rows that were read for the step. If there are none, waits for `ids` and reads.
+        """
         extras = {name: optional_of_rows(name) for name in self._names.values()}
         if any(rows is None for rows in extras.values()):
             reserved = self.reserve(ids.size)

@@ -146,7 +146,7 @@ class _Request:
             self._run(_step({REQ_ID: rest}, scheduled_cached_reqs=self._running()), rest)
 
     def decode(self, rows: int) -> None:
-        """Computes one more token, and the drafts after it."""
+        """Computes one more token of the request, and `rows` - 1 drafts after it."""
         drafts = {REQ_ID: [-1] * (rows - 1)} if rows > 1 else {}  # the runner proposes them
         step = _step(
             {REQ_ID: rows},

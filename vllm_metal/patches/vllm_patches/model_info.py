@@ -230,7 +230,9 @@ def register_image_models() -> None:
 
 
 def _with_a_class_for_images_only(ask: Callable[[ModelConfig], bool], self: ModelConfig) -> bool:
-    """Whether a model takes multimodal inputs; with --language-model-only, without vLLM's class."""
+    """Whether a model takes multimodal inputs; `ask`, which loads its class, says so unless
+    --language-model-only excludes them.
+    """
     config = self.multimodal_config
     if config is not None and config.language_model_only and not config.enable_mm_embeds:
         return False
