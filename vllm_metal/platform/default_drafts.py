@@ -52,6 +52,8 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
     num_drafts = default_mtp_drafts(content)
     if any(_obstacles(args, model, num_drafts)):
         return None
+    if not mtp_folders.is_depth_supported(content):
+        return None
     if found is None:
         if mtp_folders.depth_of(content):
             logger.info(

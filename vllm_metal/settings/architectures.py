@@ -49,6 +49,7 @@ DROPPED_HEADS = {
 #: layer's architecture, as vLLM names it, by the `model_type` of its `text_config`, the target's.
 SPLIT_MTP = {
     "glm4_moe_lite_mtp": {"glm4_moe_lite": "Glm4MoeLiteMTPModel"},
+    "nemotron_h_mtp": {"nemotron_h": "NemotronHMTPModel"},
     "qwen3_5_mtp": {
         "qwen3_5": "Qwen3_5MTP",
         "qwen3_5_text": "Qwen3_5MTP",

@@ -13,6 +13,7 @@ from engine.models.cases import cases
 from engine.models.test_mtp_weights import write as write_latents
 from engine.spec_decode.heads import BLOCK, Bench, K, engine_config
 from engine.spec_decode.hybrids import EXPERTS, FAMILIES, NaiveMTP, write_hybrid
+from engine.spec_decode.nemotron import write_nemotron
 from engine.spec_decode.splitter import split
 from engine.spec_decode.test_mtp_hybrids import parameters, text_of
 from vllm.engine.arg_utils import EngineArgs
@@ -146,20 +147,24 @@ def write_glm(folder):
     return folder
 
 
+#: Writers of other targets.
+OTHERS = {"glm4_moe_lite": write_glm, "nemotron_h": write_nemotron}
+
+
 @pytest.mark.parametrize(
-    "family", cases([*FAMILIES, "glm4_moe_lite"], ["qwen3_5", "glm4_moe_lite"], ["qwen3_next"])
+    "family", cases([*FAMILIES, *OTHERS], ["qwen3_5", *OTHERS], ["qwen3_next"])
 )
 @pytest.mark.parametrize("name", [None, "4 bits"])
 def test_the_layer_is_the_whole_checkpoints(tmp_path, heads, family, name):
     """One is added to the norms' weights once, and experts are stacked once."""
-    is_glm = family == "glm4_moe_lite"
-    target = write_glm(tmp_path / "whole") if is_glm else write_hybrid(tmp_path / "whole", family)
+    folder = tmp_path / "whole"
+    target = OTHERS[family](folder) if family in OTHERS else write_hybrid(folder, family)
     layers = split(target, tmp_path / "layers", **QUANTIZED.get(name, {}))
     for checkpoint in (target, layers):
         config = engine_config(target, checkpoint, "mtp", **text_of(family))
         load_network(config, parts.ModelParts(loader.load(config)))
     whole, own = map(parameters, heads)
-    if is_glm:  # its splitter casts
+    if family == "glm4_moe_lite":  # its splitter casts
         whole = {
             key: a if key.endswith("bias") else a.astype(mx.bfloat16) for key, a in whole.items()
         }

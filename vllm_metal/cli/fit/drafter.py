@@ -113,7 +113,9 @@ class MTPDrafter:
         """Finds a model's MTP layer on this disk by the model's name; None: there is none."""
         folder = mtp_folders.folder_of(model)
         found = None if folder is None else mtp_folders.layers_of(folder)
-        return None if found is None else MTPDrafter(found, default_mtp_drafts(published(found)))
+        if found is None or not mtp_folders.is_depth_supported(content := published(found)):
+            return None
+        return MTPDrafter(found, default_mtp_drafts(content))
 
     def add_to(self, model: Model) -> Model:
         """Adds the layers to a model.
@@ -138,13 +140,13 @@ class MTPDrafter:
         of_target = family, model.parts.model, args.num_hidden_layers
         weights, layers = 0, []
         for index in range(mtp_folders.num_drafting(content)):
-            head, layer = build_layer(family, args, content, dtype, index)
+            head, states = build_layer(family, args, content, dtype, index)
             placed = mtp_weights(cast("VllmConfig", config), *of_target, head, index)
-            layers.append(layer)
+            layers += states
             weights += sum(
                 array.nbytes
                 for name, array in placed.arrays.items()
-                if not (index and family.shares_ends and name.startswith(ENDS))
+                if not index or family.numbers_on or not name.startswith(ENDS)
             )
         return replace(model, draft_weights=weights, guests=layers)
 

@@ -45,7 +45,7 @@ __all__ = [
     "RunLayer",
     "SequenceLayer",
     "attention_layers",
-    "decoder_layer",
+    "decoder_layers",
 ]
 
 
@@ -298,26 +298,29 @@ def _recurrent(probes: Sequence[Probe | list[Probe]]) -> dict[str, RecurrentProb
     return {name: probe for name, probe in _by_name(probes) if isinstance(probe, RecurrentProbe)}
 
 
-def decoder_layer(
-    layer: nn.Module, name: str, hidden_size: int, dtype: mx.Dtype, window: int | None = None
-) -> StatefulLayer:
-    """Finds the KV cache of a single attention layer, by building a forward of one token.
+def decoder_layers(
+    layer: nn.Module, windows: Mapping[str, int | None], hidden_size: int, dtype: mx.Dtype
+) -> list[StatefulLayer]:
+    """Finds the KV caches of a single layer, by building a forward of one token.
 
     Args:
-        layer: mlx-lm's; takes hidden states of `dtype`, a mask and a cache.
-        window: positions that a query sees, itself included; None: no sliding window.
+        layer: mlx-lm's; takes hidden states of `dtype`, a mask and a cache for each window.
+        windows: maps names of the states to the number of positions that a query sees, itself
+            included; None: no sliding window.
 
     Raises:
         NotImplementedError: the layer is not supported; the message continues the layer's name.
     """
-    cache = KVCache() if window is None else RotatingKVCache(window)
-    probe = _probe(cache)
+    probes = {
+        name: _probe(KVCache() if size is None else RotatingKVCache(size))
+        for name, size in windows.items()
+    }
     try:
         with module_calls.noted(layer), rotations.noted():
-            layer(mx.zeros((1, 1, hidden_size), dtype), None, probe)
+            layer(mx.zeros((1, 1, hidden_size), dtype), None, *probes.values())
     except Exception as error:
         raise NotImplementedError(f"does not run on the paged cache: {error}") from error
-    return probe.layer(name)
+    return [probe.layer(name) for name, probe in probes.items()]
 
 
 def _by_name(probes: Sequence[Probe | list[Probe]]) -> Iterator[tuple[str, Probe]]:

@@ -23,7 +23,7 @@ def decoder_of(model: nn.Module) -> nn.Module | None:
 def embedding_of(model: nn.Module) -> tuple[nn.Module, str] | None:
     """Returns the module with the embedding and the embedding's name, or None if not found."""
     decoder = decoder_of(model) or model
-    for name in ("embed_tokens", "wte", "embedding"):
+    for name in ("embed_tokens", "wte", "embedding", "embeddings"):
         if isinstance(decoder.get(name), nn.Module):
             return decoder, name
     return None

@@ -7,6 +7,7 @@ Does not need MLX; only the functions that build a decoder layer import it.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
     import mlx.nn as nn
 
 #: Builds the decoder layer of an MTP layer from mlx-lm's arguments, config.json and the MTP layer's
-#: index: the layer and its sliding window in tokens, or None without a window.
-BlockBuilder = Callable[[Any, Mapping[str, Any], int], "tuple[nn.Module, int | None]"]
+#: index: the layer, and the sliding window in tokens of each attention in it, or None without one.
+Built = tuple["nn.Module", tuple[int | None, ...]]
+BlockBuilder = Callable[[Any, Mapping[str, Any], int], Built]
 
 
 #: Parts of an MTP layer beside its decoder layer, as MTPHead names them.
@@ -34,8 +36,9 @@ class MTPFamily:
     model_types: tuple[str, ...]  # of target models, in their config.json
     #: Of a layer's array names; {} is replaced by its index, counted from the target's first layer.
     prefix: str
-    #: From the checkpoint's module names to MTPHead's; None marks copies of the target's embedding
-    #: and head, which are not loaded. Unlisted names belong to the decoder layer.
+    #: From the checkpoint's module names, with * for any number, to MTPHead's; None marks copies of
+    #: the target's embedding and head, which are not loaded. Unlisted names belong to the decoder
+    #: layer.
     names: Mapping[str, str | None]
     build_block: BlockBuilder
     #: The same for a folder that mlx-vlm has split from a checkpoint; None: those of `names`.
@@ -50,11 +53,20 @@ class MTPFamily:
     #: Checkpoints store norm weights minus one. mlx-lm adds one when it reads such a checkpoint,
     #: and conversions have it added.
     norms_from_zero: bool = False
+    #: Its decoder layer is a LayerStack; the checkpoint numbers the layers in it.
+    is_stack: bool = False
+    #: vLLM's class takes a checkpoint only if its config.json states one MTP layer.
+    has_one_layer: bool = False
+    eps: str = "rms_norm_eps"  # mlx-lm's argument with the epsilon of the norms
 
     @property
-    def shares_ends(self) -> bool:
-        """Whether all MTP layers of a checkpoint have the same ENDS."""
-        return "{}" not in self.prefix
+    def numbers_on(self) -> bool:
+        """Whether MTP layers have the numbers after the target's; each has ENDS of its own then."""
+        return "{}" in self.prefix
+
+    def takes(self, depth: int) -> bool:
+        """Whether a checkpoint with this number of MTP layers is supported."""
+        return depth == 1 or not self.has_one_layer
 
     def num_drafting(self, depth: int, is_split: bool) -> int:
         """Returns how many of a checkpoint's MTP layers draft a token each; 1: the first does all.
@@ -84,34 +96,33 @@ class MTPFamily:
             return None
         rest = name.removeprefix(prefix)
         for theirs, own in names.items():
-            if rest.startswith(f"{theirs.format(index)}."):
-                return own and own + rest.removeprefix(theirs.format(index))
+            module = re.escape(theirs.format(index)).replace(r"\*", r"\d+")
+            if (found := re.match(rf"{module}(?=\.)", rest)) is not None:
+                return own and own + rest[found.end() :]
         return f"block.{rest}"
 
 
-def _mimo_block(args: Any, config: Mapping[str, Any], _: int) -> tuple[nn.Module, int | None]:
+def _mimo_block(args: Any, config: Mapping[str, Any], _: int) -> Built:
     from mlx_lm.models import mimo
 
-    return mimo.TransformerBlock(args), None
+    return mimo.TransformerBlock(args), (None,)
 
 
 def _one_more(module: str, name: str) -> BlockBuilder:
     # Builds one more of the target's layers, always with full attention.
 
-    def build(args: Any, config: Mapping[str, Any], index: int) -> tuple[nn.Module, int | None]:
+    def build(args: Any, config: Mapping[str, Any], index: int) -> Built:
         layer = getattr(import_module(f"mlx_lm.models.{module}"), name)
         place = args.num_hidden_layers + index
         if (kinds := getattr(args, "layer_types", None)) is not None:
             more = ["full_attention"] * (index + 1)
             args = dataclasses.replace(args, layer_types=[*kinds, *more])
-        return layer(args, place), None
+        return layer(args, place), (None,)
 
     return build
 
 
-def _exaone_moe_block(
-    args: Any, config: Mapping[str, Any], index: int
-) -> tuple[nn.Module, int | None]:
+def _exaone_moe_block(args: Any, config: Mapping[str, Any], index: int) -> Built:
     from mlx_lm.models import exaone_moe
 
     kind = (config.get("mtp_layer_types") or args.layer_types)[index]
@@ -119,7 +130,44 @@ def _exaone_moe_block(
     window = windows[index] if windows else args.sliding_window
     # Always dense and with rotary positions, which mlx-lm only gives to windowed layers.
     args = dataclasses.replace(args, layer_types=["sliding_attention"], is_moe_layer=[False])
-    return exaone_moe.DecoderLayer(args, 0), None if kind == "full_attention" else window
+    return exaone_moe.DecoderLayer(args, 0), (None if kind == "full_attention" else window,)
+
+
+_PATTERN = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
+#: Other keys of Nemotron-H's config.json about MTP: of training, and its depth in split folders.
+_BESIDE_PATTERN = ("mtp_loss_scaling_factor", "mtp_num_hidden_layers")
+
+
+def _nemotron_h_block(args: Any, config: Mapping[str, Any], _: int) -> Built:
+    from mlx_lm.models.nemotron_h import NemotronHBlock
+
+    from vllm_metal.engine.models.layer_stack import LayerStack
+
+    known = (*_PATTERN, *_BESIDE_PATTERN)
+    if unknown := [key for key in config if key.startswith("mtp_") and key not in known]:
+        raise NotImplementedError(f"has {unknown[0]}={config[unknown[0]]}, which is not supported")
+    pattern = _nemotron_h_pattern(config)
+    stack = LayerStack([NemotronHBlock(args, kind) for kind in pattern])
+    return stack, (config.get("sliding_window"),) * pattern.count("*")
+
+
+def _nemotron_h_pattern(config: Mapping[str, Any]) -> str:
+    # The layers of the MTP layer, * for attention and E for MoE, as vLLM's class takes them of
+    # transformers' configuration.
+    from transformers import NemotronHConfig
+
+    given = {key: config[key] for key in _PATTERN if config.get(key) is not None}
+    try:
+        pattern: str = NemotronHConfig(**given).mtp_hybrid_override_pattern
+    except KeyError:
+        pattern = ""
+    if not set("*") <= set(pattern) <= set("*E"):
+        stated = ", ".join(f"{key}={value}" for key, value in given.items())
+        raise NotImplementedError(
+            f"has {stated}, which is not supported: it needs attention layers, and MoE layers may "
+            "follow them"
+        )
+    return pattern
 
 
 #: Names in families whose MTP layer is one more of the target's layers.
@@ -227,4 +275,20 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
     ),
     "Qwen3_5MTP": _qwen3_5("Qwen3.5", "qwen3_5"),
     "Qwen3_5MoeMTP": _qwen3_5("Qwen3.5 MoE", "qwen3_5_moe"),
+    "NemotronHMTPModel": MTPFamily(
+        "Nemotron-H",
+        ("nemotron_h",),
+        "mtp.",
+        {
+            "layers.0.enorm": "embedding_norm",
+            "layers.0.hnorm": "hidden_norm",
+            "layers.0.eh_proj": "fc",
+            "layers.*.final_layernorm": "norm",  # of the last one
+        },
+        _nemotron_h_block,
+        masks_first=False,
+        is_stack=True,
+        has_one_layer=True,
+        eps="layer_norm_epsilon",
+    ),
 }

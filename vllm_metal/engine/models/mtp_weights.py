@@ -77,24 +77,25 @@ def mtp_weights(
         shape = _CONVERTED if is_split else _PUBLISHED
         weights[_CONVOLUTION] = next(iter(convolutions.values()), mx.zeros(shape))
 
+    prefix = _layer_prefix(model)
+    if family.is_stack:  # it numbers its layers as the model does
+        prefix = prefix.removesuffix("layers.0.")
+
     def sanitize(_: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-        read = _read_as_a_layer(model, arrays, family.norms_from_zero)
+        read = _read_as_a_layer(model, prefix, arrays, family.norms_from_zero)
         read.pop(_CONVOLUTION, None)
         return read
 
     dtype = loader.mlx_dtype(config)
     placed = place(head, weights, stored, dtype, sanitize)
-    return replace(
-        placed, arrays=loader.in_dtype(placed.arrays, dtype, model, _layer_prefix(model))
-    )
+    return replace(placed, arrays=loader.in_dtype(placed.arrays, dtype, model, prefix))
 
 
 def _read_as_a_layer(
-    model: nn.Module, arrays: dict[str, mx.array], norms_from_zero: bool
+    model: nn.Module, prefix: str, arrays: dict[str, mx.array], norms_from_zero: bool
 ) -> dict[str, mx.array]:
     # Runs the family's `sanitize` under a regular layer's names, and returns the former names.
     sanitize = getattr(model, "sanitize", None)
-    prefix = _layer_prefix(model)
     if sanitize is None:
         return stacked(model, arrays)
     given = {f"{prefix}{name.removeprefix(_BLOCK)}": array for name, array in arrays.items()}

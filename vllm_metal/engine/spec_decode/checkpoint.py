@@ -47,6 +47,13 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
         _check_split(layers, content)
         # Of a checkpoint that is yet to be fetched, vLLM reads the number of layers.
         is_unread = layers is None and model is not None
+        if not is_unread and not mtp_folders.is_depth_supported(content):
+            raise ValueError(
+                f"num_nextn_predict_layers={mtp_folders.depth_of(content)} in config.json is not "
+                f"supported with {_OPTION} method 'mtp': one MTP layer drafts all tokens of "
+                f"{content['model_type']}. Set it to 1 if the checkpoint has one, or choose "
+                "another method."
+            )
         count = None if is_unread else default_mtp_drafts(content)
     elif method in block_config.METHODS:
         most = block_config.most_drafts(published(Path(str(model))), method)

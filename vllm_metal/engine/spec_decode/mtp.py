@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from vllm_metal.engine.attention.layers import decoder_layer
+from vllm_metal.engine.attention.layers import decoder_layers
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.models import loader
 from vllm_metal.engine.models.mtp_families import ENDS, MTP_FAMILIES, MTPFamily
@@ -43,7 +43,7 @@ class MTPHead(Head):
 
     def __init__(self, family: MTPFamily, args: Any, block: nn.Module) -> None:
         super().__init__()
-        size, eps = args.hidden_size, args.rms_norm_eps
+        size, eps = args.hidden_size, getattr(args, family.eps)
         self._family = family
         self.input_size = size
         self.embedding_norm = nn.RMSNorm(size, eps)
@@ -66,15 +66,15 @@ class MTPHead(Head):
         parts = [self.embedding_norm(embeds), self.hidden_norm(hidden)]
         if self._family.hidden_first:
             parts.reverse()
-        out = self.block(self.fc(mx.concatenate(parts, axis=-1))[:, None], None, caches[0])[:, 0]
+        out = self.block(self.fc(mx.concatenate(parts, axis=-1))[:, None], None, *caches)[:, 0]
         normed = self.norm(out)
         return normed, normed if self._family.feeds_normed else out
 
 
 def build_layer(
     family: MTPFamily, args: Any, config: Mapping[str, Any], dtype: mx.Dtype, index: int = 0
-) -> tuple[MTPHead, StatefulLayer]:
-    """Builds a family's MTP layer, without weights, and describes its state in the KV cache.
+) -> tuple[MTPHead, list[StatefulLayer]]:
+    """Builds a family's MTP layer, without weights, and describes its states in the KV cache.
 
     Args:
         family: the target's.
@@ -84,12 +84,14 @@ def build_layer(
         index: of the MTP layer.
 
     Raises:
-        NotImplementedError: the paged path does not support the layer's state.
+        NotImplementedError: the paged path does not support the layer's state, or config.json has
+            an unsupported key or value; the message continues the layer's name.
     """
-    block, window = family.build_block(args, config, index)
-    name = f"{LAYER_PREFIX}layers.{index}"
-    layer = decoder_layer(block, name, args.hidden_size, dtype, window)
-    return MTPHead(family, args, block), layer
+    block, windows = family.build_block(args, config, index)
+    first = index * len(windows)
+    named = {f"{LAYER_PREFIX}layers.{first + i}": window for i, window in enumerate(windows)}
+    layers = decoder_layers(block, named, args.hidden_size, dtype)
+    return MTPHead(family, args, block), layers
 
 
 class MTP(HeadNetwork):
@@ -115,14 +117,15 @@ class MTP(HeadNetwork):
         count = num_layers(family, model_config, config.speculative_config.num_speculative_tokens)
         found = [_load(config, family, target, index) for index in range(count)]
         heads = [head for head, _ in found]
-        if family.shares_ends:
+        if not family.numbers_on:
             for other in heads[1:]:
                 other.update_modules({name: heads[0][name] for name in ENDS})
         head: Head = MTPChain(heads) if count > 1 else heads[0]
         head.embed_tokens = target.input_embedding
         head.lm_head = target.output_head
         last = None if family.reads_normed else (len(target.model.layers),)
-        super().__init__(config, head, [layer for _, layer in found], HiddenStates(target, last))
+        layers = [layer for _, of_head in found for layer in of_head]
+        super().__init__(config, head, layers, HiddenStates(target, last))
 
     def passes(self) -> HeadPasses:
         head, images = self._head, self._images
@@ -157,14 +160,14 @@ def num_layers(family: MTPFamily, checkpoint: ModelConfig, num_drafts: int) -> i
 
 def _load(
     config: VllmConfig, family: MTPFamily, target: ModelParts, index: int
-) -> tuple[MTPHead, StatefulLayer]:
+) -> tuple[MTPHead, list[StatefulLayer]]:
     """Loads an MTP layer; arguments and errors as of MTP."""
     assert config.speculative_config is not None
     model_config = config.speculative_config.draft_model_config
     args, dtype = target.text_args, loader.mlx_dtype(config)
     given = model_config.hf_config.to_dict()
     try:
-        head, layer = build_layer(family, args, given, dtype, index)
+        head, layers = build_layer(family, args, given, dtype, index)
     except NotImplementedError as error:
         raise NotImplementedError(f"the MTP layer of {model_config.model} {error}") from error
     placed = mtp_weights(config, family, target.model, args.num_hidden_layers, head, index)
@@ -177,4 +180,4 @@ def _load(
         ) from error
     head.eval()
     mx.eval(head.parameters())
-    return head, layer
+    return head, layers

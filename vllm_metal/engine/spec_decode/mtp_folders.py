@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,20 @@ def depth_of(content: Mapping[str, Any]) -> int:
 
 def num_drafting(content: Mapping[str, Any]) -> int:
     """How many of the MTP layers of a config.json draft a token each; see MTPFamily."""
-    split = is_split(content)
-    family = MTP_FAMILIES.get(architecture_of(content) or "") if split else family_of(content)
-    return 1 if family is None else family.num_drafting(depth_of(content), split)
+    family = _of_layers(content)
+    return 1 if family is None else family.num_drafting(depth_of(content), is_split(content))
+
+
+def is_depth_supported(content: Mapping[str, Any]) -> bool:
+    """Whether MTP layers may be as many as a config.json states."""
+    family = _of_layers(content)
+    return family is None or family.takes(depth_of(content))
+
+
+def _of_layers(content: Mapping[str, Any]) -> MTPFamily | None:
+    if not is_split(content):
+        return family_of(content)
+    return MTP_FAMILIES.get(architecture_of(content) or "")
 
 
 def is_split(content: Mapping[str, Any]) -> bool:
@@ -88,10 +100,11 @@ def carries_layers(folder: Path) -> bool:
     content = published(folder)
     family, text = family_of(content), content.get("text_config") or content
     count = text.get("num_hidden_layers")
-    if family is None or count is None:
+    if family is None or (count is None and family.numbers_on):
         return False
     paths = sorted(folder.glob("*.safetensors"))
-    return bool(files.headers_of(paths, lambda name, _: family.own_name(name, count) is not None))
+    named = partial(family.own_name, num_layers=count or 0)
+    return bool(files.headers_of(paths, lambda name, _: named(name) is not None))
 
 
 def split_beside(folder: Path) -> Path | None:
