@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -21,24 +22,30 @@ def all_else(plan: object, arrays: list[mx.array]) -> Hashable:
     if isinstance(plan, mx.array):
         arrays.append(plan)
         return plan.shape, plan.dtype
-    if is_dataclass(plan):
-        parts = [getattr(plan, field.name) for field in fields(plan) if field.compare]
-        return type(plan), *(all_else(part, arrays) for part in parts)
+    kind: Any = type(plan)
+    if (names := _compared(kind)) is not None:
+        return kind, *[all_else(getattr(plan, name), arrays) for name in names]
     if isinstance(plan, tuple):
-        return tuple(all_else(part, arrays) for part in plan)
+        return tuple([all_else(part, arrays) for part in plan])
     return plan
 
 
 def with_arrays(plan: PlanT, arrays: Iterator[mx.array]) -> PlanT:
     """Returns the plan with its arrays replaced by `arrays`, in the order of `all_else`."""
     found: Any = plan
+    kind: Any = type(plan)
     if isinstance(plan, mx.array):
         found = next(arrays)
-    elif is_dataclass(plan) and not isinstance(plan, type):
-        compared = [field.name for field in fields(plan) if field.compare]
-        found = replace(
-            plan, **{name: with_arrays(getattr(plan, name), arrays) for name in compared}
-        )
+    elif (names := _compared(kind)) is not None:
+        found = replace(found, **{name: with_arrays(getattr(plan, name), arrays) for name in names})
     elif isinstance(plan, tuple):
         found = tuple(with_arrays(part, arrays) for part in plan)
     return found
+
+
+@cache  # every step walks through its plans
+def _compared(kind: type) -> tuple[str, ...] | None:
+    """Names of a dataclass's fields that are compared; None for other types."""
+    if not is_dataclass(kind):
+        return None
+    return tuple(field.name for field in fields(kind) if field.compare)
