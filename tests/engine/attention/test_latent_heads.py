@@ -12,9 +12,11 @@ from vllm_metal.cli.fit.graph import record
 from vllm_metal.engine.attention import latent_heads
 from vllm_metal.engine.attention.latent_heads import Projections
 from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads
+from vllm_metal.patches.mlx_patches.seam import Scoring
 
 HEADS = LatentHeads(num_heads=5, rank=64, rotated=8, key=32, value=24)
 SCALE = 0.17
+SINKS = np.array([1.5, -0.5, 0.2, 3.0, -2.0])  # of each head
 
 
 def projections(quantized):
@@ -32,7 +34,7 @@ def weights(layer):
     return np.array(weight, np.float64)
 
 
-def absorbed(queries, context, made):
+def absorbed(queries, context, made, sinks=None):
     """[Q, H, value] as the layer's own form has it: queries in the latents' space."""
     embed, unembed = weights(made.embed), weights(made.unembed)
     rows, rotated = queries[..., : HEADS.key], queries[..., HEADS.key :]
@@ -41,8 +43,9 @@ def absorbed(queries, context, made):
     scores = (scores + np.einsum("qhn,sn->hqs", rotated, keys)) * SCALE
     num_rows, length = scores.shape[1:]
     scores[:, np.triu(np.ones((num_rows, length), bool), length - num_rows + 1)] = -np.inf
-    shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    shares /= shares.sum(axis=-1, keepdims=True)
+    shares = np.exp(scores)
+    total = shares.sum(axis=-1, keepdims=True)
+    shares /= total if sinks is None else total + np.exp(sinks[:, None, None])
     return np.einsum("hqs,sr,hvr->qhv", shares, latents, unembed)
 
 
@@ -66,23 +69,25 @@ PIECES = [(13, 13), (13, 26), (14, 40)]  # rows, and tokens that they see, of 40
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
 @pytest.mark.parametrize(("num_rows", "length"), [(40, 40), (40, 97), (1, 30)])
-@pytest.mark.parametrize("turns", [1, 3, 5])
+@pytest.mark.parametrize(("turns", "sinks"), [(1, SINKS), (3, SINKS), (5, None)])
 def test_turns_of_heads_and_pieces_of_rows_equal_the_absorbed_form(
-    monkeypatch, quantized, num_rows, length, turns
+    monkeypatch, quantized, num_rows, length, turns, sinks
 ):
     if turns > 1:
         few_at_once(monkeypatch, length, heads=2 if turns == 3 else 1)
     made, (queries, context) = projections(quantized), drawn(num_rows, length)
     given = (mx.array(each.astype(np.float32)) for each in (queries, context))
-    found = latent_heads.attend(*given, made, SCALE)
-    np.testing.assert_allclose(np.array(found), absorbed(queries, context, made), atol=2e-5)
+    of_heads = None if sinks is None else mx.array(sinks.astype(np.float32))
+    found = latent_heads.attend(*given, made, Scoring(SCALE, of_heads))
+    expected = absorbed(queries, context, made, sinks)
+    np.testing.assert_allclose(np.array(found), expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["plain", "quantized"])
 def test_no_product_is_with_a_vector(quantized):
     made, shapes = projections(quantized), []
     given = [mx.array(each.astype(np.float32)) for each in drawn(40, 97)]
-    graph = record(lambda *rows: [latent_heads.attend(*rows, made, SCALE)], given)
+    graph = record(lambda *rows: [latent_heads.attend(*rows, made, Scoring(SCALE))], given)
     for operation in graph.operations:
         if operation.kind.endswith("Matmul"):
             shapes.append(graph.arrays[operation.inputs[0]][0])
@@ -94,7 +99,9 @@ def test_dtypes_stay(dtype):
     made, (queries, context) = projections(False), drawn(20, 33)
     made.embed.set_dtype(dtype)
     made.unembed.set_dtype(dtype)
-    found = latent_heads.attend(mx.array(queries, dtype), mx.array(context, dtype), made, SCALE)
+    found = latent_heads.attend(
+        mx.array(queries, dtype), mx.array(context, dtype), made, Scoring(SCALE)
+    )
     assert found.dtype == dtype
     wanted = absorbed(queries, context, projections(False))
     np.testing.assert_allclose(np.array(found.astype(mx.float32)), wanted, atol=0.05)
@@ -138,7 +145,7 @@ def test_command_buffers_may_end_between_all_turns_and_pieces(monkeypatch):
     few_at_once(monkeypatch, length=40, heads=2)
     made, (queries, context) = projections(False), drawn(40, 40)
     given = (mx.array(each.astype(np.float32)) for each in (queries, context))
-    found = latent_heads.attend(*given, made, SCALE, Asked(most_work=1))
+    found = latent_heads.attend(*given, made, Scoring(SCALE), Asked(most_work=1))
     np.testing.assert_allclose(np.array(found), absorbed(queries, context, made), atol=2e-5)
     two, one = (
         [HEADS._replace(num_heads=heads).work(rows, seen) for rows, seen in PIECES]

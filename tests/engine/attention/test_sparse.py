@@ -18,6 +18,7 @@ from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.sparse_tokens import ABSENT
+from vllm_metal.patches.mlx_patches.seam import Scoring
 
 BLOCK, NUM_BLOCKS, TOPK, HEADS, SIZE = 16, 24, 8, 3, 16
 #: Tokens of each request in the step, and in its context: decodes, a prompt that begins with fewer
@@ -25,6 +26,7 @@ BLOCK, NUM_BLOCKS, TOPK, HEADS, SIZE = 16, 24, 8, 3, 16
 REQUESTS = [(1, 70), (20, 23), (4, 41), (3, 8), (1, 9)]
 LATENTS = AttentionLayer("layers.0.0", 2, 1, 20, None, value_size=16, latent=True, topk=TOPK)
 INDEX = IndexLayer.of("layers.0.1", HEADS, SIZE, TOPK)
+SINKS = np.array([0.7, -1.5], np.float32)  # of each head of the latents
 
 
 @pytest.fixture(params=["scatter", "kernels"])
@@ -72,8 +74,8 @@ def slots_of(table, positions):
 class Layers:
     """An indexer's keys and latents of the requests, in a pool whose other rows are NaN."""
 
-    def __init__(self, backend, layout):
-        self.layout, rng = layout, np.random.default_rng(0)
+    def __init__(self, backend, layout, sinks=None):
+        self.layout, self.sinks, rng = layout, sinks, np.random.default_rng(0)
         shape = NUM_BLOCKS * BLOCK
         self.keys = rng.normal(size=(shape, SIZE)).astype(np.float32)
         self.latents = rng.normal(size=(shape, LATENTS.head_size)).astype(np.float32)
@@ -122,7 +124,8 @@ class Layers:
         given = mx.array(queries), mx.array(weights), mx.array(positions)
         places = sparse.choose(index, plans[0], tokens, *given, TOPK)
         rows = plans[1].sparse.of_all(mx.array(latent_queries))
-        out = sparse.attend(latents, plans[1], rows, places, 0.5, None)
+        scoring = Scoring(0.5, None if self.sinks is None else mx.array(self.sinks))
+        out = sparse.attend(latents, plans[1], rows, places, scoring, None)
         return np.array(tokens.of_all(mx.arange(len(slots)))), np.array(places), np.array(out)
 
 
@@ -133,8 +136,11 @@ def expected_of(layers, table, position, query, weights, latent_query):
     chosen = np.sort(np.argsort(-(products @ weights), kind="stable")[:TOPK])
     rows = layers.latents[slots[chosen]].astype(np.float64)
     scores = 0.5 * latent_query @ rows.T
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    return chosen, shares / shares.sum(-1, keepdims=True) @ rows[:, :16]
+    shares = np.exp(scores)
+    total = shares.sum(-1, keepdims=True)
+    if layers.sinks is not None:
+        total += np.exp(layers.sinks[:, None])
+    return chosen, shares / total @ rows[:, :16]
 
 
 def check(layers, owners, positions, given, results):
@@ -160,13 +166,13 @@ def inputs_of(num_tokens):
     return [rng.normal(size=(num_tokens, *size)).astype(np.float32) for size in sizes]
 
 
-@pytest.mark.parametrize("most_scores", [sparse.MAX_SCORES, 600])
-def test_a_step_of_prompts_drafts_and_decodes(backend, most_scores, monkeypatch):
+@pytest.mark.parametrize(("most_scores", "sinks"), [(sparse.MAX_SCORES, None), (600, SINKS)])
+def test_a_step_of_prompts_drafts_and_decodes(backend, most_scores, sinks, monkeypatch):
     """Also by calls of few rows. Rows of the pool that nobody chose are NaN."""
     monkeypatch.setattr(sparse, "MAX_SCORES", most_scores)
     monkeypatch.setattr(sparse, "MAX_BYTES", 100 * most_scores)
     layout = layout_of(REQUESTS)
-    layers, lens = Layers(backend, layout), np.diff(layout.query_start_loc_np)
+    layers, lens = Layers(backend, layout, sinks), np.diff(layout.query_start_loc_np)
     owners = np.repeat(np.arange(len(lens)), lens)
     positions = np.arange(len(owners)) + np.repeat(
         layout.seq_lens_np - layout.query_start_loc_np[1:], lens

@@ -175,7 +175,7 @@ def test_sparse_attention_gathers_by_pipelines_that_are_there(pool_dtype):
         places = sparse.choose(states[1], plans[1], plans[1].sparse, *given, 64)
         assert places.shape == (10, 64)
         queries = mx.zeros((10, 2, 576), mx.float16)
-        mx.eval(sparse.attend(states[0], plans[0], queries, places, 1.0, None))
+        mx.eval(sparse.attend(states[0], plans[0], queries, places, Scoring(1.0), None))
     assert recorder.pipelines - compiled == set()
     assert sum(pipeline.kernel == "kv_gather" for pipeline in compiled) == 2
 

@@ -251,9 +251,12 @@ class AttentionLayer(StatefulLayer):
             kv_cache.copy_blocks(np.array([0], np.int32), np.array([1], np.int32))
         self._write_once(kv_cache, trial, trial.num_tokens, dtype)
         queries = mx.zeros((trial.num_tokens, self.num_heads, self.head_size), dtype)
-        sinks = None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
         bias = self._zero_bias(trial.num_tokens, dtype)
-        return kv_cache.attend(trial, queries, Scoring(1.0, sinks, self.softcap, bias))
+        scoring = Scoring(1.0, self._zero_sinks(), self.softcap, bias)
+        return kv_cache.attend(trial, queries, scoring)
+
+    def _zero_sinks(self) -> mx.array | None:
+        return None if self.sinks is None else mx.zeros(self.num_heads, self.sinks)
 
     def _zero_bias(self, num_tokens: int, dtype: mx.Dtype) -> mx.array | None:
         if self.extent is None:
@@ -287,7 +290,7 @@ class AttentionLayer(StatefulLayer):
         (((context,), _),) = kv_cache.contexts(plan, prompts)
         rows = mx.zeros((block_size, heads.num_heads, heads.key + heads.rotated), dtype)
         made = Projections.of_zeros(heads, dtype)
-        return latent_heads.attend(rows, context, made, 1.0)
+        return latent_heads.attend(rows, context, made, Scoring(1.0))
 
     def _attend_to_chosen(
         self, num_rows: int, topk: int, dtype: mx.Dtype, elements: mx.Dtype, backend: KVBackend
@@ -299,7 +302,8 @@ class AttentionLayer(StatefulLayer):
         queries = mx.zeros((num_rows, self.num_heads, self.head_size), dtype)
         queries = queries[: 3 * sparse.rows_per_call(queries, topk)]
         places = mx.zeros((len(queries), topk), mx.int32)
-        return sparse.attend(kv_cache, plan, queries, places, 1.0, None)
+        sinks = self._zero_sinks()
+        return sparse.attend(kv_cache, plan, queries, places, Scoring(1.0, sinks), None)
 
     def gathers(self, backend: KVBackend) -> bool:
         return self.topk is not None or backend.gathers or self._expanded_heads(backend) is not None

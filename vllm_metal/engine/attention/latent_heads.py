@@ -15,6 +15,7 @@ from metal_kernels.paged_attention.fused import even_cuts, is_fused
 from vllm_metal.engine.kv_cache.latent_prompts import LatentHeads
 from vllm_metal.engine.kv_cache.layer_state import joined
 from vllm_metal.patches.mlx_patches import multi_linear
+from vllm_metal.patches.mlx_patches.seam import Scoring
 
 #: Limit in bytes of the keys, values and scores of the heads that are computed together.
 MAX_EXPANDED_BYTES = 2**28
@@ -47,7 +48,7 @@ def attend(
     queries: mx.array,
     context: mx.array,
     projections: Projections,
-    scale: float,
+    scoring: Scoring,
     pace: Pace | None = None,
 ) -> mx.array:
     """Causal attention of the last Q of S tokens.
@@ -56,6 +57,7 @@ def attend(
         queries: [Q, H, key + rotated].
         context: [S, rank + rotated] latents and rotated keys, of the dtype of `queries`.
         projections: expand latents to keys and values.
+        scoring: scale and sinks.
         pace: ends command buffers between long calls; None: only MLX ends them.
 
     Returns:
@@ -72,9 +74,9 @@ def attend(
             context = mx.depends(context, outputs[-1])
         keys, values = _expanded(context, projections, heads.rank, here)
         share = heads._replace(num_heads=here.stop - here.start)
-        outputs.append(
-            _attend_in_pieces(rows, keys, values, scale, call, share, pace, outputs[-1:])
-        )
+        sinks = None if scoring.sinks is None else scoring.sinks[here]
+        own = scoring._replace(sinks=sinks)
+        outputs.append(_attend_in_pieces(rows, keys, values, own, call, share, pace, outputs[-1:]))
     return joined(outputs, axis=1)[0].swapaxes(0, 1)
 
 
@@ -120,7 +122,7 @@ def largest_call(heads: LatentHeads, context: int, num_rows: int, dtype: mx.Dtyp
     sizes = call.num_heads, heads.key + heads.rotated
     rows = mx.zeros((min(num_rows, call.num_rows), *sizes), dtype)
     latents = mx.zeros((context, heads.rank + heads.rotated), dtype)
-    return attend(rows, latents, Projections.of_zeros(heads, dtype), 1.0)
+    return attend(rows, latents, Projections.of_zeros(heads, dtype), Scoring(1.0))
 
 
 def _expanded(
@@ -139,7 +141,7 @@ def _attend_in_pieces(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    scale: float,
+    scoring: Scoring,
     call: CallSize,
     heads: LatentHeads,
     pace: Pace | None,
@@ -166,8 +168,9 @@ def _attend_in_pieces(
             rows,
             keys[:, :, :seen],
             values[:, :, :seen],
-            scale=scale,
+            scale=scoring.scale,
             mask="causal",
+            sinks=scoring.sinks,
             force_fused=call.fused,
         )
         outputs.append(out[..., :value_size])

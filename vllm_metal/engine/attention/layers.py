@@ -159,8 +159,10 @@ class _AttentionProbe(AttendingCache):
         unembed: Any,
         scale: float,
         chosen: _Chosen,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         self._num_heads, self._chosen = queries.shape[1], chosen
+        self._sinks = None if sinks is None else sinks.dtype
         self._latent = module_calls.under_way()[-1].module
         (_, value_size) = multi_linear.sizes(unembed)
         return mx.zeros((*queries.shape[:3], value_size), queries.dtype)

@@ -177,8 +177,8 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         rows = mx.concatenate([queries, rotated], axis=-1)
         if self._prompts is None:
             return self.attend(rows, rows, rows, Scoring(scale))
-        key_size = queries.shape[-1]
-        return self._attend_separately(self._prompts, rows[:, :, 0], key_size, scale)[:, :, None]
+        key_size, scoring = queries.shape[-1], Scoring(scale)
+        return self._attend_separately(self._prompts, rows[:, :, 0], key_size, scoring)[:, :, None]
 
     def attend_chosen(
         self,
@@ -188,19 +188,22 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         unembed: Any,
         scale: float,
         chosen: mx.array | None,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """See AttendingCache. `chosen`: [t, topk] places of the plan's sparse tokens."""
         self._projections = Projections(embed, unembed)
         rows = mx.concatenate([queries, position_queries], axis=-1)[:, :, 0]
         key_size, sparse = queries.shape[-1], cast(SparsePlan, self._scope.plan).sparse
+        scoring = Scoring(scale, sinks)
         if sparse is None:
-            return self._attend_to_all(rows, key_size, scale)[:, :, None]
+            return self._attend_to_all(rows, key_size, scoring)[:, :, None]
         assert chosen is not None
         outputs = []
         if sparse.others is not None:
-            outputs.append(self._attend_to_all(rows[sparse.others], key_size, scale))
+            outputs.append(self._attend_to_all(rows[sparse.others], key_size, scoring))
         latent = self._embedded(sparse.of_all(rows), key_size)
-        out = attend_to_chosen(self._kv_cache, self._scope.plan, latent, chosen, scale, sparse.pace)
+        plan, pace = self._scope.plan, sparse.pace
+        out = attend_to_chosen(self._kv_cache, plan, latent, chosen, scoring, pace)
         outputs.append(self._unembedded(out))
         out = joined(outputs)
         return (out if sparse.order is None else out[sparse.order])[:, :, None]
@@ -209,30 +212,33 @@ class LatentCache(PagedCache[PlanT], CallingCache):
     def _prompts(self) -> SeparatePrompts | None:
         return cast(PlanWithPrompts, self._scope.plan).prompts
 
-    def _attend_to_all(self, queries: mx.array, key_size: int, scale: float) -> mx.array:
+    def _attend_to_all(self, queries: mx.array, key_size: int, scoring: Scoring) -> mx.array:
         """Attends with [t, H, key + rotated] unprojected queries; returns [t, H, value]."""
         if self._prompts is not None:
-            return self._attend_separately(self._prompts, queries, key_size, scale)
-        return self._attend_in_latent_space(queries, key_size, scale)
+            return self._attend_separately(self._prompts, queries, key_size, scoring)
+        return self._attend_in_latent_space(queries, key_size, scoring)
 
     def _attend_separately(
-        self, plan: SeparatePrompts, queries: mx.array, key_size: int, scale: float
+        self, plan: SeparatePrompts, queries: mx.array, key_size: int, scoring: Scoring
     ) -> mx.array:
         """Attends with [T, H, key + rotated] unprojected queries; returns [T, H, value]."""
         outputs = []
         if plan.others is not None:
-            outputs.append(self._attend_in_latent_space(queries[plan.others], key_size, scale))
+            outputs.append(self._attend_in_latent_space(queries[plan.others], key_size, scoring))
         contexts = self._kv_cache.contexts(self._scope.plan, plan)
         for prompt, ((context,), _) in zip(plan.prompts, contexts, strict=True):
             rows = queries[prompt.first : prompt.first + prompt.num_rows]
             context = context.astype(queries.dtype)
-            outputs.append(latent_heads.attend(rows, context, self._projections, scale, plan.pace))
+            part = latent_heads.attend(rows, context, self._projections, scoring, plan.pace)
+            outputs.append(part)
         out = joined(outputs)
         return out if plan.order is None else out[plan.order]
 
-    def _attend_in_latent_space(self, queries: mx.array, key_size: int, scale: float) -> mx.array:
+    def _attend_in_latent_space(
+        self, queries: mx.array, key_size: int, scoring: Scoring
+    ) -> mx.array:
         rows = self._embedded(queries, key_size)
-        return self._unembedded(self._kv_cache.attend(self._scope.plan, rows, Scoring(scale)))
+        return self._unembedded(self._kv_cache.attend(self._scope.plan, rows, scoring))
 
     def _embedded(self, queries: mx.array, key_size: int) -> mx.array:
         """Projects [t, H, key + rotated] queries to [t, H, rank + rotated]."""

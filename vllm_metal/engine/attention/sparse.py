@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from metal_kernels.pace import Pace
 from metal_kernels.paged_attention.fused import even_cuts
-from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
+from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache, Scoring
 from vllm_metal.engine.kv_cache.layer_state import PlanT, joined
 from vllm_metal.engine.kv_cache.sparse_tokens import ABSENT, SparseTokens
 
@@ -117,7 +117,7 @@ def attend(
     plan: PlanT,
     queries: mx.array,
     places: mx.array,
-    scale: float,
+    scoring: Scoring,
     pace: Pace | None,
 ) -> mx.array:
     """Attends with t tokens' queries to the latents at the chosen places, which are read once.
@@ -126,6 +126,7 @@ def attend(
         kv_cache: MLA latents.
         queries: [t, H, D], in the space of the latents.
         places: [t, topk] int32 from `choose`.
+        scoring: scale and sinks.
 
     Returns:
         [t, H, value_size].
@@ -143,18 +144,28 @@ def attend(
         if outputs:  # gather only after the previous call, whose rows are freed then
             some = mx.depends(some, outputs[-1])
         keys = kv_cache.keys_at(plan, some).astype(rows.dtype)
-        scores = (rows * scale) @ keys.swapaxes(-1, -2)
+        scores = (rows * scoring.scale) @ keys.swapaxes(-1, -2)
         scores = mx.where((some != ABSENT)[:, None], scores, mx.array(-mx.inf, scores.dtype))
-        shares = mx.softmax(scores, axis=-1, precise=True)
+        shares = _shares(scores, scoring.sinks)
         outputs.append(shares @ keys[..., : kv_cache.value_size])
     return joined(outputs)
+
+
+def _shares(scores: mx.array, sinks: mx.array | None) -> mx.array:
+    """Returns the weights of [t, H, topk] scores; sinks take their part of the softmax."""
+    if sinks is None:
+        return mx.softmax(scores, axis=-1, precise=True)
+    column = mx.broadcast_to(sinks.astype(scores.dtype)[:, None], (*scores.shape[:2], 1))
+    shares = mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)
+    return shares[..., :-1]
 
 
 def rows_per_call(queries: mx.array, topk: int) -> int:
     """Returns the number of tokens that attend in one call."""
     _, num_heads, size = queries.shape
-    # Rows of the pool, of the step, and twice both; products, scores and their weights.
-    row = 4 * size * queries.dtype.size + 3 * num_heads * mx.float32.size
+    # Rows of the pool, of the step, and twice both; products, scores and their weights, and scores
+    # beside a sink.
+    row = 4 * size * queries.dtype.size + 4 * num_heads * mx.float32.size
     return max(MAX_BYTES // (topk * row), 1)
 
 

@@ -95,6 +95,7 @@ class AttendingCache(ABC):
         unembed: Any,
         scale: float,
         chosen: Any,
+        sinks: mx.array | None = None,
     ) -> mx.array:
         """Attends over latents at chosen positions (MLA); returns [T, H, 1, value].
 
@@ -103,6 +104,7 @@ class AttendingCache(ABC):
             position_queries: [T, H, 1, n], rotated.
             embed, unembed: mlx-lm's MultiLinear; `unembed` projects latents to values.
             chosen: from `choose`.
+            sinks: see Scoring.
         """
         raise NotImplementedError(f"{type(self).__name__} does not attend to chosen positions")
 
