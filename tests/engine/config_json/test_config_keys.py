@@ -119,6 +119,11 @@ _M3 = {
 #: Keys of published files that change nothing in the reference, by the reason; then another value
 #: or another file, which are rejected where they would.
 WITHOUT_EFFECT = {
+    "another word for layers with an indexer": (
+        {"model_type": "glm_moe_dsa", "num_hidden_layers": 2},
+        {"layer_types": ["deepseek_sparse_attention"] * 2},
+        {"layer_types": ["deepseek_sparse_attention", "full_attention"]},
+    ),
     "the class sets it from others": ({"model_type": "glm_moe_dsa"}, {"head_dim": 192}, None),
     "the class sets it": (_M3, {"text_config": {"hidden_act": "swigluoai"}}, None),
     "layers have types, and none is of chunks": (

@@ -39,6 +39,13 @@ def _all(value: Any) -> Follows:
     return lambda config: [value] * config["num_hidden_layers"]
 
 
+def _all_indexed(config: Config) -> list[str]:
+    """Returns the stated kinds of layers if all of them choose positions by an indexer."""
+    stated = config["layer_types"]
+    every = [[kind] * config["num_hidden_layers"] for kind in _INDEXED]
+    return stated if stated in every else every[0]
+
+
 def _full_attention_share(config: Config) -> float:
     return float(config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
 
@@ -50,6 +57,8 @@ def _llama4_rope_layers(config: Config) -> list[int]:
     ]
 
 
+#: Layers with an indexer, as transformers names them, has named them, and vLLM also reads.
+_INDEXED = ("indexed_attention", "deepseek_sparse_attention", "sparse_attention", "sparse")
 _LATENT: dict[str, Follows] = {
     "head_dim": _key("qk_rope_head_dim"),
     "num_key_value_heads": _key("num_attention_heads"),
@@ -60,11 +69,11 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "dbrx": {"num_key_value_heads": lambda config: config["attn_config"]["kv_n_heads"]},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
-    "deepseek_v32": _LATENT | {"layer_types": _all("indexed_attention")},
+    "deepseek_v32": _LATENT | {"layer_types": _all_indexed},
     "falcon_h1": {"mamba_expand": _mamba_expand},
     "gemma4_text": {"global_partial_rotary_factor": _full_attention_share},
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _LATENT | {"layer_types": _all("indexed_attention")},
+    "glm_moe_dsa": _LATENT | {"layer_types": _all_indexed},
     "gpt2": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
     "gpt_neox": {
         "intermediate_size": _key("hidden_size", 4),
@@ -73,6 +82,7 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "gptj": {"n_ctx": _key("n_positions"), "n_inner": _key("n_embd", 4)},
     "granitemoehybrid": {"mamba_expand": _mamba_expand},
     "helium": {"head_dim": _head_dim},
+    "hy_v4": _LATENT | {"layer_types": _all_indexed, "num_local_experts": _key("n_routed_experts")},
     "inkling": {
         "moe_intermediate_size": lambda config: config[
             "intermediate_size"
