@@ -31,6 +31,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Mode by bits and group size, for modes with byte scales.
 MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 _MAX_ATTEMPTS = 8
+#: The text model's place in modules of mlx-vlm, which checkpoints of text models do not name.
+_TEXT = "language_model."
 
 
 @dataclass(frozen=True)
@@ -294,25 +296,28 @@ def _sources(
     quantized: Mapping[str, mx.array],
 ) -> list[str]:
     """Lists packed weights that have to be dequantized: their outputs have no packing."""
-    packed = [name for name, each in weights.items() if isinstance(each, Packed)]
+    packed = {
+        name.removeprefix(_TEXT): name for name, each in weights.items() if isinstance(each, Packed)
+    }
+    outputs = {name.removeprefix(_TEXT) for name in quantized}
     found: set[str] = set()
     for path, packing in packings.items():
         if packing is not None:
             continue
-        name = f"{path}.weight" if f"{path}.weight" in quantized else path
+        parent = path.removeprefix(_TEXT)
+        name = f"{parent}.weight" if f"{parent}.weight" in outputs else parent
         if name in packed:
-            found.add(name)
+            found.add(packed[name])
             continue
-        parent = path
         while parent:
             parent = parent.rpartition(".")[0]
             # Weights that are no longer among the outputs went into others.
-            beside = [n for n in packed if n not in quantized and n.startswith(f"{parent}.")]
+            beside = [n for n in packed if n not in outputs and n.startswith(f"{parent}.")]
             if beside:
-                found.update(beside)
+                found.update(packed[n] for n in beside)
                 break
         else:
-            found.update(packed)
+            found.update(packed.values())
     return sorted(found)
 
 
