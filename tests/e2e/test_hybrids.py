@@ -6,7 +6,7 @@ import pytest
 from e2e.disk import HITS
 from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, run_out
 from e2e.peers import consumer, decode, free_port, prefill, producer
-from engine.models import further, latent, published
+from engine.models import further, latent, of_mlx_vlm, published
 from engine.models.recurrent import FAMILIES, VOCAB, Family, write_model
 
 from vllm_metal.engine.models.executor import ModelExecutor
@@ -249,9 +249,14 @@ def disk_options(folder):
 
 
 @pytest.mark.more
-def test_index_keys_leave_the_pool_with_the_latents(tmp_path):
+@pytest.mark.parametrize(
+    "family",
+    [further.FAMILIES["glm_moe_dsa"], of_mlx_vlm.FAMILIES["hy_v4"]],
+    ids=lambda family: family.module,
+)
+def test_index_keys_leave_the_pool_with_the_latents(family, tmp_path):
     """They come back from a disk, and reach an engine that decodes what another one computed."""
-    model = write_model(further.FAMILIES["glm_moe_dsa"], tmp_path / "model")
+    model = write_model(family, tmp_path / "model", drawn=True)
     dense, prompts = Dense(model), prompts_of(8)
     for start in range(2):
         with hybrid_engine(model, **disk_options(tmp_path / "disk")) as llm:

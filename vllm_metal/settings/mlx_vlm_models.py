@@ -40,6 +40,7 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
         position_axes="cbt",
     ),
     "hrm_text": TextModel("hrm_text"),
+    "hy_v4": TextModel("hy_v4"),
     "inkling": _INKLING,
     "inkling_mm_model": _INKLING,
     "inkling_text": _INKLING,

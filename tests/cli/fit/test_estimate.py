@@ -2,11 +2,14 @@
 """Weights and bytes of a token, against the loaded model and the formula."""
 
 import gc
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
 import torch
 from cli.fit.models import MODELS, read, settings, token_bytes
+from engine.models import of_mlx_vlm
+from engine.models.recurrent import write_model
 
 from vllm_metal.cli.fit import engine
 from vllm_metal.cli.fit.estimate import estimate
@@ -103,6 +106,15 @@ def test_sparse_attention_is_estimated_without_a_mac(folder):
     ]
     assert found[0].token_bytes == 3 * (512 + 64 + 128) * 2
     assert found[0].measured.attention < found[1].measured.attention
+
+
+@pytest.mark.more
+def test_layers_that_share_a_choice_of_positions_keep_no_index_keys(tmp_path):
+    family = of_mlx_vlm.FAMILIES["hy_v4"]
+    path = Path(write_model(family, tmp_path))
+    found = estimate(read(path, torch.bfloat16), settings(path, torch.bfloat16), MAC)
+    latents, keys = 4 * (32 + 8), family.config["indexer_types"].count("full") * 16
+    assert found.token_bytes == (latents + keys) * 2
 
 
 def test_adapters_are_those_of_the_engine(folder):

@@ -133,6 +133,21 @@ FAMILIES = {
             prefix_lm=False,
             embedding_scale=3.0,
         ),
+        # Latents of positions that an indexer chooses, sinks, and streams of hyper-connections.
+        _family(
+            "hy_v4",
+            "HYV4ForCausalLM",
+            **_LATENTS,
+            **{key: value for key, value in _ROUTED.items() if key != "first_k_dense_replace"},
+            index_n_heads=16,
+            index_head_dim=16,
+            index_topk=8,
+            indexer_types=["full", "shared", "full", "shared"],
+            mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+            hc_mult=3,
+            swiglu_limit=0.3,
+            rope_theta=700.0,
+        ),
         _family("k2_horizon", "K2HorizonForCausalLM", **HEAD, attention_bias=True),
         _family(
             "kolibri1",
@@ -270,6 +285,40 @@ FAMILIES = {
 }
 #: config.json as published, where its keys are not those of the small model's.
 AS_PUBLISHED = {
+    "hy_v4": ODD
+    | _LATENTS
+    | _ROUTED
+    | {
+        "model_type": "hy_v4",
+        "architectures": ["HYV4ForCausalLM"],
+        "enable_ihc": True,
+        "enable_lm_head_fp32": True,
+        "first_k_dense_replace": None,
+        "gated_mla": True,
+        "gating_type": "elementwise",
+        "hc_eps": 1e-6,
+        "hc_magnitude": 2.0,
+        "hc_mult": 3,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "index_head_dim": 16,
+        "index_n_heads": 16,
+        "index_topk": 8,
+        "indexer_types": ["full", "shared", "full", "shared"],
+        "layer_types": ["deepseek_sparse_attention"] * 4,
+        "learnable_sink": True,
+        "learnable_sink_init": 0.0,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "mtp_loss_factor": 0.1,
+        "num_key_value_heads": 6,
+        "num_local_experts": 6,
+        "num_nextn_predict_layers": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 700.0},
+        "swiglu_limit": 0.3,
+        "tie_word_embeddings": False,
+        "vocab_size": VOCAB,
+    },
     "molmo": ODD
     | {
         "model_type": "molmo",

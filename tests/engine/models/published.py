@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from own_configs import own_class
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
+from transformers.models.hy_v4 import modeling_hy_v4
 
 VOCAB = 99
 _LAYERS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
@@ -335,6 +337,19 @@ FAMILIES: dict[str, Published] = {
         | _ROUTED
         | _INDEXER
         | {"indexer_types": ["full", "shared", "full", "shared"]},
+        "hy_v4": _LATENT
+        | _ROUTED
+        | _INDEXER
+        | {
+            "attention_bias": True,
+            "hc_eps": 0.01,
+            "hc_magnitude": 1.7,
+            "hc_mult": 3,
+            "indexer_types": ["full", "shared", "full", "shared"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            "rms_norm_eps": 1e-3,
+            "swiglu_limit": 1.2,
+        },
         "minicpm3": _LATENT
         | _rope(
             rope_type="longrope",
@@ -595,9 +610,20 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
 
 def configuration(family: Published, **changes: Any) -> Any:
     """transformers' own, of the small model."""
+    if family.model_type == "hy_v4":
+        _rotate_neighbors()
     content = (_COMMON if family.common else {}) | family.config | changes
     of_family = own_class(family.model_type)
     return of_family(**_declared(of_family, content))
+
+
+def _rotate_neighbors() -> None:
+    """Makes transformers' Hy4 rotate the pairs of elements that its weights were trained with.
+
+    Its class pairs elements of a head's halves, and takes the published weights as they are. Hy4's
+    authors pair neighbors in vLLM (`HYV4MLAAttention`, `is_neox_style=False`), as llama.cpp does.
+    """
+    modeling_hy_v4.apply_rotary_pos_emb = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
 
 
 def _declared(of_family: Any, content: dict[str, Any]) -> dict[str, Any]:
@@ -616,6 +642,8 @@ def draw(model: torch.nn.Module, generator: torch.Generator) -> None:
         of_norm = parameter.ndim == 1 and last == "weight"
         if last in ("A_log", "D", "dt_bias") or of_norm:
             parameter.data = parameter.data + 0.2 * drawn
+        elif name.endswith(("hc.scale", "hc_scale")):  # else streams have nearly the same weights
+            parameter.data = 1.0 + 0.2 * drawn
         elif parameter.ndim >= 2:
             inputs = parameter.shape[-1] if parameter.shape[-2] > 1 else parameter[0].numel()
             of_tokens = "embed" in name or ".wte" in name

@@ -64,6 +64,11 @@ def test_models_that_cannot_be_served_are_rejected(name):
         ("molmo2", {"rope_scaling_layers": [1]}, r"rope_scaling_layers=\[1\]"),
         ("molmo2", {"hidden_act": "gelu"}, r"hidden_act='gelu'"),
         ("youtu_vl", {"rope_interleave": False}, r"rope_interleave=False"),
+        ("hy_v4", {"gated_mla": False}, r"gated_mla=False.*supports only True"),
+        ("hy_v4", {"layer_types": ["full_attention"] * 4}, r"layer_types"),
+        ("hy_v4", {"moe_layer_freq": 2}, r"moe_layer_freq=2.*supports only 1"),
+        ("hy_v4", {"swiglu_limit": 0.0}, r"swiglu_limit=0.0.*Set a positive limit"),
+        ("hy_v4", {"indexer_types": ["shared", *["full"] * 3]}, r"indexer_types.*'full' for the"),
         ("kolibri1", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*supports only silu"),
     ],
 )

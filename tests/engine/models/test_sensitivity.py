@@ -87,6 +87,7 @@ OF_FAMILY = {
         "deepseek_*:qk_head_dim glm4_moe_lite:qk_head_dim kimi_linear:qk_head_dim "
         "glm_moe_dsa:qk_head_dim glm_moe_dsa:head_dim glm_moe_dsa:first_k_dense_replace "
         "deepseek_v32:first_k_dense_replace "
+        "hy_v4:head_dim hy_v4:num_key_value_heads hy_v4:qk_head_dim "
         "minicpm3:qk_head_dim mistral4:qk_head_dim minicpm3:head_dim deepseek_v2:head_dim "
         "kimi_linear:head_dim "
         "laguna:num_attention_heads *:sliding_window_pattern *:_sliding_window_pattern "
@@ -105,7 +106,7 @@ OF_FAMILY = {
     "it counts while the model is trained": _names("[!p]*:router_jitter_noise"),
     "how the first weights are drawn": _names(
         "*mamba*:time_step_max *mamba*:time_step_min *mamba*:time_step_floor "
-        "nemotron_h:time_step_max nemotron_h:time_step_floor"
+        "nemotron_h:time_step_max nemotron_h:time_step_floor hy_v4:learnable_sink_init"
     ),
     "the class does not compute with it": _names(
         "gemma:use_bidirectional_attention gemma2:use_bidirectional_attention gptj:n_positions "

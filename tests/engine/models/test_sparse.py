@@ -6,13 +6,17 @@ of positions that a token attends to.
 """
 
 import functools
+import inspect
+import sys
 from dataclasses import replace
 
 import metal_interpreter
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import torch
+from engine.models import of_mlx_vlm
 from engine.models.further import FAMILIES
 from engine.models.published import FAMILIES as PUBLISHED
 from engine.models.published import VOCAB, configuration, log_probabilities, make, write
@@ -23,15 +27,18 @@ from mlx_lm.models.cache import make_prompt_cache
 from transformers import GlmMoeDsaConfig
 
 from metal_kernels import kernel
-from vllm_metal.engine.attention import sparse
+from vllm_metal.engine.attention import paged_cache, sparse
+from vllm_metal.engine.attention.paged_cache import LatentCache
 from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
 from vllm_metal.engine.models.loader import lazy_model
 from vllm_metal.patches.mlx_patches import registry
+from vllm_metal.patches.mlx_patches.families import hy_v4
+from vllm_metal.patches.mlx_patches.seam import Scoring
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
-NAME = "glm_moe_dsa"
+NAMES = ("glm_moe_dsa", "hy_v4")
 TOPK = 24
 #: Of each prompt its length, and how it is cut up: the last chunk is what remains.
 PROMPTS = [(540, (512,)), (90, (31, 32)), (60, (1, 1, 20, 1)), (40, (7,) * 5), (20, (3,))]
@@ -43,14 +50,19 @@ def texts():
     return [rng.integers(3, VOCAB, length).tolist() for length, _ in PROMPTS]
 
 
+@pytest.fixture(params=NAMES)
+def name(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """Of changes of the configuration: our model, and transformers'."""
+    """Of a family and changes of its configuration: our model, and transformers'."""
 
     @functools.cache
-    def of(index_topk=TOPK, **changes):
+    def of(name, index_topk=TOPK, **changes):
         changes |= {"index_topk": index_topk, "max_position_embeddings": 640}
-        model = make(PUBLISHED[NAME], **changes)
+        model = make(PUBLISHED[name], **changes)
         folder = tmp_path_factory.mktemp("published")
         write(model, folder)
         return lazy_model(folder, mx.float32), model
@@ -80,20 +92,26 @@ def in_chunks(served):
     return [np.concatenate(parts) for parts in found]
 
 
-@pytest.mark.parametrize("topk", [TOPK, 64])
-def test_chunks_of_a_mixed_batch_equal_transformers(published, topk):
+@pytest.mark.parametrize(
+    ("name", "topk"),
+    [
+        *(("glm_moe_dsa", TOPK), ("glm_moe_dsa", 64), ("hy_v4", TOPK)),
+        pytest.param("hy_v4", 64, marks=pytest.mark.more),
+    ],
+)
+def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
     """A chunk that begins with 64 tokens that attend to all builds keys and values of these."""
-    ours, theirs = published(index_topk=topk)
+    ours, theirs = published(name, index_topk=topk)
     expected = log_probabilities(theirs, texts())
     assert len(set(np.concatenate(expected).argmax(-1).tolist())) > 20
-    for found, wanted in zip(in_chunks(Served(ours, NAME, texts())), expected, strict=True):
+    for found, wanted in zip(in_chunks(Served(ours, name, texts())), expected, strict=True):
         assert farthest(found, wanted) <= TOLERANCE
         assert np.array_equal(found.argmax(-1), wanted.argmax(-1))
 
 
 def test_of_equal_scores_earlier_positions_are_chosen(published, monkeypatch):
     """With two heads, many scores are zero, and torch's `topk` does not state which it takes."""
-    ours, theirs = published(index_n_heads=2)
+    ours, theirs = published("glm_moe_dsa", index_n_heads=2)
     before = torch.Tensor.topk
 
     def topk(self, k, dim=-1):
@@ -104,7 +122,9 @@ def test_of_equal_scores_earlier_positions_are_chosen(published, monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "topk", topk)
     expected = log_probabilities(theirs, texts()[1:])  # a long text has scores of 1e-8, too
-    for found, wanted in zip(in_chunks(Served(ours, NAME, texts()))[1:], expected, strict=True):
+    for found, wanted in zip(
+        in_chunks(Served(ours, "glm_moe_dsa", texts()))[1:], expected, strict=True
+    ):
         assert farthest(found, wanted) <= TOLERANCE
     monkeypatch.undo()
     others = log_probabilities(theirs, texts()[1:])
@@ -112,13 +132,13 @@ def test_of_equal_scores_earlier_positions_are_chosen(published, monkeypatch):
 
 
 @pytest.mark.parametrize("context", [TOPK - 2, TOPK + 30, 2 * BLOCK - 2])
-def test_drafts_rejected_at_each_place(published, context):
+def test_drafts_rejected_at_each_place(published, name, context):
     """The tokens behind an accepted draft are others, whose keys the next step overwrites."""
-    ours, theirs = published()
+    ours, theirs = published(name)
     text, num_drafts = texts()[1], 4
     (expected,) = log_probabilities(theirs, [text])
     for accepted in range(num_drafts + 1):
-        served = Served(ours, NAME, [text])
+        served = Served(ours, name, [text])
         served.step([0], {0: context})
         ids = served.requests.token_ids_np[served.requests["0"].req_idx]
         wrong = slice(context + 1 + accepted, context + 1 + num_drafts)
@@ -131,9 +151,9 @@ def test_drafts_rejected_at_each_place(published, context):
         assert farthest(found, expected[context + right :][:12]) <= TOLERANCE
 
 
-def with_shared_blocks(model, prompts, num_blocks, **options):
+def with_shared_blocks(model, name, prompts, num_blocks):
     """Serves two prompts, of which the second begins with blocks of the first."""
-    served = Served(model, NAME, prompts, **options)
+    served = Served(model, name, prompts)
     table = served.requests.block_tables.tables_np[0]
     rows = [served.requests[name].req_idx for name in "01"]
     table[rows[1], :num_blocks] = table[rows[0], :num_blocks]
@@ -141,14 +161,14 @@ def with_shared_blocks(model, prompts, num_blocks, **options):
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
-def test_a_prefix_that_is_found_or_filled_beside_it(published, num_blocks):
+def test_a_prefix_that_is_found_or_filled_beside_it(published, name, num_blocks):
     """Blocks that a step before has filled, and those that the same step fills."""
-    ours, theirs = published()
+    ours, theirs = published(name)
     prompts, begin = texts()[:2], num_blocks * BLOCK
     prompts[1][:begin] = prompts[0][:begin]
     expected = log_probabilities(theirs, prompts)
     for before in (begin, begin - BLOCK // 2):
-        served = with_shared_blocks(ours, prompts, num_blocks)
+        served = with_shared_blocks(ours, name, prompts, num_blocks)
         served.step([0, 0], {0: before})
         found = served.step([before, begin], {0: 40, 1: 25})
         assert farthest(found[0], expected[0][before : before + 40]) <= TOLERANCE
@@ -164,24 +184,25 @@ def shifted(largest):
     return choose
 
 
-def test_other_positions_say_something_else(published, monkeypatch):
-    ours, theirs = published()
+@pytest.mark.parametrize("name", ["glm_moe_dsa", pytest.param("hy_v4", marks=pytest.mark.more)])
+def test_other_positions_say_something_else(published, name, monkeypatch):
+    ours, theirs = published(name)
     expected = log_probabilities(theirs, texts())
     monkeypatch.setattr(sparse, "largest", shifted(sparse.largest))
-    found = in_chunks(Served(ours, NAME, texts()))
+    found = in_chunks(Served(ours, name, texts()))
     changed = [np.mean(o.argmax(-1) != e.argmax(-1)) for o, e in zip(found, expected, strict=True)]
     assert all(share > 0.2 for share in changed[:3])
     assert changed[-1] == 0  # as long as the number of chosen positions
 
 
-def test_index_keys_of_a_found_block_count(published):
+def test_index_keys_of_a_found_block_count(published, name):
     """Zeros in place of one block's index keys, after a hit, change what the text says."""
-    ours, _ = published()
+    ours, _ = published(name)
     prompts, begin = texts()[:2], 4 * BLOCK
     prompts[1][:begin] = prompts[0][:begin]
     found = []
     for cleared in (False, True):
-        served = with_shared_blocks(ours, prompts, 4)
+        served = with_shared_blocks(ours, name, prompts, 4)
         served.step([0, 0], {0: begin})
         served.run.begin_step()
         if cleared:
@@ -191,6 +212,69 @@ def test_index_keys_of_a_found_block_count(published):
                     state.clear_blocks(np.array([block], np.int32))
         found.append(served.step([begin, begin], {1: 25})[1])
     assert np.mean(found[0].argmax(-1) != found[1].argmax(-1)) > 0.2
+
+
+def ignore_sinks(owner, attend):
+    """A fault in one of the functions that attend."""
+
+    def plant(monkeypatch, model):
+        before = getattr(owner, attend)
+
+        def without(*args):
+            return before(*(a._replace(sinks=None) if isinstance(a, Scoring) else a for a in args))
+
+        monkeypatch.setattr(owner, attend, without)
+
+    return plant
+
+
+def lift_limit(monkeypatch, model):
+    for layer in model.layers[1:]:
+        monkeypatch.setattr(layer.mlp.switch_mlp, "activation", lambda x, gate: nn.silu(gate) * x)
+
+
+def open_gate(monkeypatch, model):
+    monkeypatch.setattr(hy_v4.mx, "sigmoid", mx.ones_like)
+
+
+def weigh_streams_equally(monkeypatch, model):
+    language = sys.modules["mlx_vlm.models.hy_v4.language"]
+    monkeypatch.setattr(language, "hc_expand", lambda x, residual, _: residual + x[:, :, None])
+
+
+def drop_epsilon(monkeypatch, model):
+    connection = sys.modules["mlx_vlm.models.hy_v4.hyper_connection"].IdentityHyperConnectionPre
+    monkeypatch.setattr(connection, "__call__", inspect.unwrap(connection.__call__))
+
+
+def rotate_first(monkeypatch, model):
+    monkeypatch.setattr(
+        hy_v4.RotatesLast, "__call__", lambda self, x, offset: self.rope(x, offset=offset)
+    )
+
+
+FAULTS = {
+    "no sinks of those that attend to all": ignore_sinks(LatentCache, "_attend_to_all"),
+    "no sinks of those that attend to chosen": ignore_sinks(paged_cache, "attend_to_chosen"),
+    "no limit of experts": lift_limit,
+    "an open gate": open_gate,
+    "streams of equal weights": weigh_streams_equally,
+    "no epsilon of the streams' weights": drop_epsilon,
+    "an indexer that rotates the first elements": rotate_first,
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_a_fault_in_any_part_of_hy4_is_seen(published, fault, monkeypatch):
+    ours, theirs = published("hy_v4")
+    prompts = texts()[2:]
+    expected = log_probabilities(theirs, prompts)
+    if fault is not None:
+        FAULTS[fault](monkeypatch, ours)
+    served = Served(ours, "hy_v4", prompts)
+    found = served.step([0] * 3, {index: len(text) for index, text in enumerate(prompts)})
+    off = max(farthest(found[index], wanted) for index, wanted in enumerate(expected))
+    assert off <= TOLERANCE if fault is None else off > 10 * TOLERANCE
 
 
 class Counted:
@@ -224,7 +308,7 @@ class Counted:
 )
 def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
     """Or rejected where a layer would have nothing to attend to."""
-    config = configuration(PUBLISHED[NAME]).to_dict()
+    config = configuration(PUBLISHED["glm_moe_dsa"]).to_dict()
     del config["indexer_types"]
     config |= kinds | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     _, arguments = registry.classes(dict(config))
@@ -236,11 +320,11 @@ def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
     assert GlmMoeDsaConfig(num_hidden_layers=4, **kinds).indexer_types == derived
 
 
-def test_a_layer_reads_each_context_and_each_chosen_row_once(published, monkeypatch):
+def test_a_layer_reads_each_context_and_each_chosen_row_once(published, name, monkeypatch):
     """However many calls its scores take. Contexts are padded to whole blocks."""
-    ours, _ = published()
+    ours, _ = published(name)
     num_layers = len(ours.layers)  # of which every second has an indexer
-    served = Served(ours, NAME, texts())
+    served = Served(ours, name, texts())
     served.step([0] * 5, {0: 256})
     monkeypatch.setattr(sparse, "MAX_SCORES", 2**14)
     monkeypatch.setattr(sparse, "MAX_BYTES", 2**16)
@@ -253,12 +337,12 @@ def test_a_layer_reads_each_context_and_each_chosen_row_once(published, monkeypa
 
 @pytest.mark.more
 @pytest.mark.parametrize("elements", [mx.uint8, mx.int8])
-def test_a_quantized_pool_says_the_same_in_chunks_of_any_length(published, elements):
-    ours, _ = published()
+def test_a_quantized_pool_says_the_same_in_chunks_of_any_length(published, name, elements):
+    ours, _ = published(name)
     text = texts()[1]
     found = []
     for chunk in (1, 16, len(text)):
-        served = Served(ours, NAME, [text], elements=elements)
+        served = Served(ours, name, [text], elements=elements)
         parts = []
         for begin in range(0, len(text), chunk):
             (logits,) = served.step([begin], {0: min(chunk, len(text) - begin)}).values()
@@ -268,17 +352,26 @@ def test_a_quantized_pool_says_the_same_in_chunks_of_any_length(published, eleme
         assert np.mean(other.argmax(-1) == found[0].argmax(-1)) > 0.97
 
 
-def test_our_kernels_write_and_gather():
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(FAMILIES["deepseek_v32"], id="deepseek_v32"),
+        pytest.param(of_mlx_vlm.FAMILIES["hy_v4"], id="hy_v4", marks=pytest.mark.more),
+    ],
+)
+def test_our_kernels_write_and_gather(family):
     """Latents and index keys as large as the kernels take: chunks, a decode, a short text."""
-    family = FAMILIES["deepseek_v32"]
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
     config = family.config | sizes | {"num_hidden_layers": 2}
-    model = make_model(replace(family, config=config), seed=5)
+    if "indexer_types" in config:
+        config["indexer_types"] = ["full", "shared"]
+    drawn = family.module == "hy_v4"  # the module's own sinks and weights of streams are zeros
+    model = make_model(replace(family, config=config), seed=5, drawn=drawn)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 64, length).tolist() for length in (30, 12)]
     dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]
     with kernel.using(metal_interpreter.metal_kernel):
-        served = Served(model, "deepseek_v32", prompts, KERNELS)
+        served = Served(model, family.module, prompts, KERNELS)
         done, found = [0, 0], [[], []]
         for counts in ({0: 14, 1: 3}, {0: 15, 1: 6}, {0: 1, 1: 3}):
             for index, logits in served.step(done, counts).items():

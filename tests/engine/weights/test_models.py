@@ -11,11 +11,13 @@ import torch
 from engine.models.published import FAMILIES, log_probabilities, make, write
 from engine.weights.published_formats import FORMATS
 from engine.weights.toys import (
+    DENSE_IN_HY4,
     OF_FAMILY,
     PROMPT,
     SIZES,
     log_probs,
     reference_of_gpt_oss,
+    reference_of_hy_v4,
     write_quantized,
 )
 from mlx.utils import tree_flatten
@@ -123,6 +125,18 @@ def test_transformers_reads_blocks_of_fp8_so(tmp_path, family):
     )
     found = log_probabilities(reference.eval(), [PROMPT])[0]
     np.testing.assert_allclose(found, expected, atol=EXACT)
+
+
+@pytest.mark.more
+def test_hy4_as_published(tmp_path):
+    """Only its projections of latents are dequantized, which are split by heads."""
+    expected = log_probabilities(reference_of_hy_v4(tmp_path), [PROMPT])[0]
+    served = lazy_model(tmp_path, mx.float32)
+    np.testing.assert_allclose(log_probs(served), expected, atol=EXACT)
+    dense = (*DENSE_IN_HY4, "embed_q", "unembed_out")
+    for name, array in tree_flatten(served.parameters()):
+        if array.ndim > 1 and not name.endswith("scales"):
+            assert (array.dtype == mx.uint32) != any(part in name for part in dense), name
 
 
 def test_gpt_oss_as_published(tmp_path):

@@ -84,6 +84,46 @@ def reference_of_gpt_oss(folder: Path, **changes: Any) -> torch.nn.Module:
     return model
 
 
+#: Parts of the names of arrays that published files of Hy4 do not quantize.
+DENSE_IN_HY4 = ("embed_tokens", "hc", "lm_head", "mlp.gate.", "weights_proj")
+
+
+def reference_of_hy_v4(folder: Path) -> torch.nn.Module:
+    """Writes Hy4 in MXFP8, a layer's experts in one array, and returns transformers' model."""
+    sizes = {name: SIZES[name] for name in SIZES if name not in ("head_dim", "num_hidden_layers")}
+    model: Any = make(FAMILIES["hy_v4"], **sizes, index_head_dim=64)
+    for name, parameter in model.named_parameters():
+        if _is_mxfp8(name, parameter):
+            values, scales = _as_mxfp8(parameter.data)
+            factors = 2.0 ** (scales.float() - 127).repeat_interleave(32, -1)
+            parameter.data = values.float() * factors
+    write(model, folder)
+    stored = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if _is_mxfp8(name, tensor):
+            stored[name], stored[f"{name}_scale"] = _as_mxfp8(tensor)
+        else:
+            stored[name] = tensor
+    stored["model.mtp_layers.0.enorm.weight"] = torch.ones(sizes["hidden_size"])
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp8"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def _is_mxfp8(name: str, tensor: torch.Tensor) -> bool:
+    return tensor.ndim > 1 and not any(part in name for part in DENSE_IN_HY4)
+
+
+def _as_mxfp8(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 values, and a biased exponent for each 32 of them; exact if they are read back."""
+    groups = tensor.unflatten(-1, (-1, 32))
+    exponents = torch.ceil(torch.log2(groups.abs().amax(-1) / 448))
+    values = (groups / 2 ** exponents[..., None]).to(torch.float8_e4m3fn).flatten(-2)
+    return values, (exponents + 127).to(torch.uint8)
+
+
 def stored_as(
     form: str, tensors: dict[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -319,7 +319,12 @@ ROWS: Sequence[Row] = (
     Row("sliding_window_pattern", _window_letters, ("exaone4",), always=True),
     Row("first_k_dense_replace", _num_dense_layers),
     # transformers' classes of these read the list alone if a file has both.
-    Row("first_k_dense_replace", _num_dense_layers, ("deepseek_v32", "glm_moe_dsa"), always=True),
+    Row(
+        "first_k_dense_replace",
+        _num_dense_layers,
+        ("deepseek_v32", "glm_moe_dsa", "hy_v4"),
+        always=True,
+    ),
     Row("is_moe_layer", _sparse_layers),
     Row("mlp_only_layers", _constant([])),
     Row("num_experts", _copy_of("num_local_experts")),

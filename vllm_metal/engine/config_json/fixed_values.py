@@ -88,6 +88,18 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "hrm_text": {"prefix_lm": (False,)},  # else a prompt's tokens attend to later ones
     "hunyuan": _TIED,
     "hunyuan_v1_dense": {"num_experts": (1,)},
+    "hy_v4": _UNTIED
+    | {
+        "enable_ihc": (True,),
+        "gated_mla": (True,),
+        "gating_type": ("elementwise",),
+        "indexer_rope_interleave": (True,),
+        "learnable_sink": (True,),
+        "moe_layer_freq": (1,),
+        "rope_interleave": (True,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
     "inkling": _UNTIED
     | {
         "final_logit_softcapping": (),
@@ -221,6 +233,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 NOT_COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "afmoe": {"num_experts_per_tok": (1,)},  # does not normalize a single expert's weight
     "gemma2": {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
+    "hy_v4": {"num_experts_per_tok": (1,)},  # as afmoe
 }
 #: Supported values for all modules.
 EVERYWHERE: Mapping[str, tuple[Any, ...]] = {

@@ -20,6 +20,7 @@ from vllm_metal.patches.mlx_patches.families import (
     arrays,
     experts,
     falcon_h1,
+    hy_v4,
     inkling,
     layer_kinds,
     llama4,
@@ -126,7 +127,12 @@ PAGED: Patches = {
 #: The same for modules below mlx_vlm.models, by their dotted paths, such as "klear.language".
 OF_MLX_VLM: Patches = {
     "cohere2_moe.language": (layer_kinds.cohere2_moe,),
+    "deepseek_v32.language": (experts.grouped(),),
     "glm_ocr.config": (text_models.known_keys,),
+    "hy_v4": (hy_v4.config,),
+    "hy_v4.hyper_connection": (hy_v4.hyper_connection,),
+    "hy_v4.indexer": (hy_v4.indexer,),
+    "hy_v4.language": (hy_v4.language,),
     "inkling.inkling": (inkling.arrays,),
     "inkling.language": (inkling.language,),
     "molmo.language": (text_models.added_tokens("Embedding"),),

@@ -60,7 +60,7 @@ def deepseek_v32(module: ModuleType) -> None:
         indexer.k_norm.eps = 1e-6  # transformers' `DeepseekV32Indexer`
 
     after_init(module.Indexer, set_epsilon)
-    wrap(module.Indexer, "__call__", _choosing)
+    wrap(module.Indexer, "__call__", choosing)
     wrap(module.DeepseekV32Attention, "__call__", _attending)
     wrap(module.DeepseekV32Model, "__call__", _forgetting)
 
@@ -78,13 +78,8 @@ def glm_moe_dsa(module: ModuleType) -> None:
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            self.indexer_types = kinds = self.indexer_types or _kinds(self)
-            known = {*kinds} <= {_FULL, _SHARED} and len(kinds) == self.num_hidden_layers
-            if not known or kinds[0] != _FULL:
-                raise ValueError(
-                    f"indexer_types of config.json: expected {_FULL!r} for the first layer and "
-                    f"{_FULL!r} or {_SHARED!r} for each of the {self.num_hidden_layers} layers"
-                )
+            self.indexer_types = self.indexer_types or _kinds(self)
+            check_kinds(self.indexer_types, self.num_hidden_layers)
 
     def share(model: Any, args: Any) -> None:
         choice = _Choice()
@@ -104,6 +99,16 @@ def glm_moe_dsa(module: ModuleType) -> None:
     module.ModelArgs = ModelArgs  # type: ignore[attr-defined]
     after_init(module.Model, share)
     module.Model.make_cache = make_cache
+
+
+def check_kinds(kinds: list[str], num_layers: int) -> None:
+    """Raises ValueError if the layers' kinds of indexers leave a layer without a choice."""
+    known = {*kinds} <= {_FULL, _SHARED} and len(kinds) == num_layers
+    if not known or kinds[0] != _FULL:
+        raise ValueError(
+            f"indexer_types of config.json: expected {_FULL!r} for the first layer and "
+            f"{_FULL!r} or {_SHARED!r} for each of the {num_layers} layers"
+        )
 
 
 def _kinds(args: Any) -> list[str]:
@@ -136,7 +141,9 @@ def _forgetting(forward: Callable[..., mx.array]) -> Callable[..., mx.array]:
     return call
 
 
-def _choosing(dense: Callable[..., Any]) -> Callable[..., Any]:
+def choosing(dense: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a paged cache choose positions for an indexer."""
+
     def choose(self: Any, x: mx.array, qr: mx.array, mask: Any, cache: Any = None) -> Any:
         chosen = _chosen(dense, self, x, qr, mask, cache)
         if (choice := getattr(self, "choice", None)) is not None:
@@ -167,19 +174,29 @@ def _attending(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
         if not isinstance(cache[0], AttendingCache):
             own = _NoKeys(mx.zeros(1), mx.zeros(1)) if shares else cache[1]
             return dense(self, x, mask, (cache[0], own))
-        latents = cache[0]
-        normed = self.q_a_layernorm(self.q_a_proj(x))
-        queries = mx.unflatten(self.q_b_proj(normed), -1, (self.num_heads, self.q_head_dim))
-        queries, rotated = mx.split(queries.swapaxes(1, 2), [self.qk_nope_head_dim], axis=-1)
-        latent, key = mx.split(self.kv_a_proj_with_mqa(x), [self.kv_lora_rank], axis=-1)
-        rotated = self.rope(rotated, latents.offset)
-        latents.update_and_fetch(
-            self.kv_a_layernorm(latent)[:, None], self.rope(key[:, None], latents.offset)
-        )
+        normed, queries, rotated = project(self, x, cache[0])
         chosen = self.indexer(x, normed, None, cache=None if shares else cache[1])
         projections = self.embed_q, self.unembed_out
-        out = latents.attend_chosen(queries, rotated, *projections, self.scale, chosen)
+        out = cache[0].attend_chosen(queries, rotated, *projections, self.scale, chosen)
         projected: mx.array = self.o_proj(joined(out))
         return projected
 
     return attention
+
+
+def project(layer: Any, x: mx.array, latents: Any) -> tuple[mx.array, mx.array, mx.array]:
+    """Writes the latents of [T, 1, hidden] rows to a paged cache.
+
+    Returns:
+        The indexer's input, [T, 1, q_lora_rank], and the queries without and with RoPE, each
+        [T, H, 1, n].
+    """
+    normed = layer.q_a_layernorm(layer.q_a_proj(x))
+    queries = mx.unflatten(layer.q_b_proj(normed), -1, (layer.num_heads, layer.q_head_dim))
+    queries, rotated = mx.split(queries.swapaxes(1, 2), [layer.qk_nope_head_dim], axis=-1)
+    latent, key = mx.split(layer.kv_a_proj_with_mqa(x), [layer.kv_lora_rank], axis=-1)
+    rotated = layer.rope(rotated, latents.offset)
+    latents.update_and_fetch(
+        layer.kv_a_layernorm(latent)[:, None], layer.rope(key[:, None], latents.offset)
+    )
+    return normed, queries, rotated
