@@ -32,6 +32,7 @@ _INKLING = TextModel("inkling", ("InklingForConditionalGeneration",))
 #: Rows by `model_type`. mlx-lm's module goes first where it has one, whatever stands here.
 MLX_VLM_MODELS: Mapping[str, TextModel] = {
     "cohere2_moe": TextModel("cohere2_moe"),
+    "falcon_ocr": TextModel("falcon_ocr", position_axes="bt"),
     "flint": TextModel("flint"),
     "glm_ocr": TextModel(
         "glm_ocr",
@@ -59,6 +60,11 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
     ),
     "molmo": TextModel("molmo", ("MolmoForCausalLM",)),
     "molmo2": TextModel("molmo2", ("Molmo2ForConditionalGeneration",)),
+    "moondream3": TextModel(
+        "moondream3",
+        architectures=("HfMoondream", "Moondream3ForCausalLM"),
+        tower_tensors=("region.", "model.region."),
+    ),
     "step3p7": TextModel(
         "step3p7",
         architectures=("Step3p7ForConditionalGeneration",),
@@ -68,6 +74,7 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
     "xing4_0": TextModel("xing4_0"),
     "youtu_vl": TextModel("youtu_vl", ("YoutuVLForConditionalGeneration",)),
     "z1t": TextModel("z1t"),
+    "zaya1_vl": TextModel("zaya1_vl", ("Zaya1VLForConditionalGeneration",)),
 }
 
 #: Multimodal architectures of the rows.

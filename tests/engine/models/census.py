@@ -21,7 +21,7 @@ import pytest
 from engine.models import doubles, matrix, of_mlx_vlm
 from engine.models.folders import NOT_TEXT, SAME_TEXT, SAME_TEXT_OF_MLX_LM, WITHOUT_ROW
 from engine.models.names import NOT_BUILT
-from engine.models.recurrent import draw, make_model, write_model
+from engine.models.recurrent import draw, write_model
 from engine.models.test_executor import BLOCK, executor, new_request, of_states
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -86,8 +86,6 @@ def _built(module: str) -> Any:
 
 def _refusal_of_mlx_vlm(folder: str) -> str:
     (model_type,) = [name for name, row in MLX_VLM_MODELS.items() if row.folder == folder]
-    if model_type in of_mlx_vlm.REFUSED:
-        return _refusal(lambda: make_model(of_mlx_vlm.REFUSED[model_type][0]))
     if model_type in of_mlx_vlm.NOT_AS_PUBLISHED:
         return of_mlx_vlm.NOT_AS_PUBLISHED[model_type]
 

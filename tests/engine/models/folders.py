@@ -73,10 +73,8 @@ qwen3_moe: qwen3_vl_moe
 WITHOUT_ROW = _names("""
 keeps an indexer's keys beside K and V: deepseek_v4 glm5_next longcat_flash_sparse qwen4_exp
 has attention over images in its layers: mllama
-keeps positions of one text in its module: falcon_ocr falcon_perception
+feeds coordinates back that it reads from hidden states: falcon_perception
 orders frequencies of its RoPE differently from transformers' class: cohere_compass
 is the text model of images, not compared with transformers yet: ernie4_5_moe_vl
 rotates by one position for all texts of a step: jina_vlm
-calls attention of MLX past the caches: moondream3
-keeps the inputs of a convolution and of V beside K and V: zaya1_vl
 """)

@@ -3,8 +3,11 @@
 
 from typing import Any
 
+import mlx.core as mx
 from engine.models.nested import EXPERTS, HEAD, LAYERS, ODD
 from engine.models.recurrent import VOCAB, Family
+
+Arrays = dict[str, mx.array]
 
 _ROUTED = {
     "n_routed_experts": 6,
@@ -88,6 +91,14 @@ FAMILIES = {
             layer_types=LAYERS,
             attention_bias=True,
         ),
+        # Half of each head is rotated, beside sinks.
+        _family(
+            "falcon_ocr",
+            "FalconOCRForCausalLM",
+            head_dim=16,
+            tie_word_embeddings=False,
+            rope_theta=700.0,
+        ),
         # Sinks, and layers without RoPE.
         _family(
             "flint",
@@ -157,6 +168,25 @@ FAMILIES = {
             shared_expert_intermediate_size=40,
             layer_types=LAYERS,
             sliding_window=7,
+        ),
+        # Windows without the query's own position; value embeddings; mixtures of earlier layers.
+        _family(
+            "limite",
+            "LimiteForCausalLM",
+            **HEAD,
+            hidden_size=96,
+            tie_word_embeddings=True,
+            ve_layers=[0, 2],
+            ve_dim=8,
+            xsa_layers=[1, 3],
+            global_layers=[1],
+            sliding_window=7,
+            rope_n_pairs=4,
+            attn_gate_channels=8,
+            mudd_inter=8,
+            mudd_layers=[2],
+            mudd_tap_idx={"2": [0, 1, 2]},
+            softcap_logits={"kind": "sigmoid", "a": 20.0, "b": 1.0, "c": 5.0},
         ),
         _family(
             "mimo_v2",
@@ -236,6 +266,30 @@ FAMILIES = {
                 "image_patch_id": 50,
             },
         ),
+        # Queries and values are scaled by content and position; half of each head is rotated.
+        Family(
+            "moondream3",
+            "Moondream3ForCausalLM",
+            {
+                "text_config": {
+                    "hidden_size": 96,
+                    "intermediate_size": 88,
+                    "num_hidden_layers": 3,
+                    "vocab_size": VOCAB,
+                    "num_attention_heads": 6,
+                    "num_key_value_heads": 6,
+                    "head_dim": 16,
+                    "rope_theta": 700.0,
+                    "rope_dim": 8,
+                    "rms_norm_eps": 1e-3,
+                    "num_experts": 5,
+                    "num_experts_per_tok": 2,
+                    "moe_intermediate_size": 40,
+                    "moe_start_layer": 1,
+                },
+                "vision_config": {"model_type": "moondream3_vision"},
+            },
+        ),
         Family(
             "step3p7",
             "Step3p7ForConditionalGeneration",
@@ -278,13 +332,51 @@ FAMILIES = {
             mlp_bias=True,
             vision_config={"model_type": "siglip2_vision_model"},
         ),
+        # Sums over all tokens instead of attention, positions in a table, linear layers of few
+        # inputs.
+        Family(
+            "z1t",
+            "Z1TForCausalLM",
+            {
+                "num_hidden_layers": 3,
+                "hidden_size": 96,
+                "aft_heads": 4,
+                "mlp_fan_in": 32,
+                "max_position_embeddings": 37,
+                "tanh_linear": True,
+                "tanh_mlp": True,
+            },
+        ),
+        # Convolutions of queries and keys, values of the previous token, and an expert that skips.
+        Family(
+            "zaya1_vl",
+            "Zaya1VLForConditionalGeneration",
+            {
+                "hidden_size": 72,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 6,
+                "num_key_value_heads": 2,
+                "num_query_groups": 2,
+                "intermediate_size": None,  # which only the tower has
+                "head_dim": 16,
+                "ffn_hidden_size": 80,
+                "num_experts": 3,
+                "zaya_mlp_expansion": 24,
+                "rope_theta": 700.0,
+                "norm_epsilon": 1e-3,
+                "tie_word_embeddings": True,
+                "vision_lora_rank_attn": 2,
+                "vision_lora_rank_mlp": 2,
+                "vision_config": {"model_type": "qwen2_5_vl"},
+            },
+        ),
         _inkling("inkling"),
         _inkling("inkling_mm_model"),
         _inkling("inkling_text"),
     )
 }
 #: config.json as published, where its keys are not those of the small model's.
-AS_PUBLISHED = {
+AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "hy_v4": ODD
     | _LATENTS
     | _ROUTED
@@ -319,6 +411,67 @@ AS_PUBLISHED = {
         "tie_word_embeddings": False,
         "vocab_size": VOCAB,
     },
+    "falcon_ocr": {
+        "model_type": "falcon_ocr",
+        "architectures": ["FalconOCRForCausalLM"],
+        "torch_dtype": "float32",
+        "dim": 72,
+        "n_layers": 4,
+        "n_heads": 6,
+        "head_dim": 16,
+        "n_kv_heads": 2,
+        "vocab_size": VOCAB,
+        "ffn_dim": 88,
+        "norm_eps": 1e-5,
+        "max_seq_len": 4096,
+        "rope_theta": 700,
+        "channel_size": 3,
+        "spatial_patch_size": 16,
+        "temporal_patch_size": 1,
+        "eos_id": 11,
+        "img_id": 27,
+        "image_cls_token_id": 44,
+        "image_reg_1_token_id": 45,
+        "image_reg_2_token_id": 46,
+        "image_reg_3_token_id": 47,
+        "image_reg_4_token_id": 48,
+        "img_end_id": 30,
+    },
+    "limite": ODD
+    | FAMILIES["limite"].config
+    | {
+        "model_type": "limite",
+        "architectures": ["LimiteForCausalLM"],
+        "attention_softmax_scale": 0.1,
+        "attn_gate_applied": "per_head_before_o_proj",
+        "checkpoint_step": 7,
+        "final_softcap": 0.0,
+        "global_every": 4,
+        "global_window": -1,
+        "lm_head_precision_mode": "oracle_exact",
+        "mlp_formula": "(silu(gate_proj(h)) * up_proj(h)) @ down_proj",
+        "mlp_ratio": 4,
+        "mudd": True,
+        "mudd_accumulation": "ordered_left_to_right",
+        "mudd_at": [2],
+        "mudd_r_site": "resid",
+        "padded_vocab_size": VOCAB,
+        "pos_mode": "rope",
+        "qk_norm": "rms_pre_rope",
+        "rms_norm_eps_mode": "torch_finfo_default",
+        "rms_norm_has_weight": False,
+        "rope_base_global": 1024.0,
+        "rope_cos_sin_dtype": "bfloat16",
+        "rope_frac": 0.5,
+        "rope_style": "interleaved_pairs_odd_lane_sign_flip",
+        "sliding_window_convention": "k >= q - sliding_window",
+        "source_format": "torch",
+        "tokenizer_vocab_size": VOCAB,
+        "torch_dtype": "float32",
+        "ve_applied_before_qk_norm": True,
+        "ve_head_slice": "first_num_key_value_heads",
+        "vocab_size": VOCAB,
+    },
     "molmo": ODD
     | {
         "model_type": "molmo",
@@ -340,6 +493,47 @@ AS_PUBLISHED = {
         "vocab_size": VOCAB,
         "weight_tying": False,
     },
+    "zaya1_vl": FAMILIES["zaya1_vl"].config
+    | {
+        "model_type": "zaya1_vl",
+        "architectures": ["Zaya1VLForConditionalGeneration"],
+        "activation_func": "swiglu",
+        "activation_func_fp8_input_store": False,
+        "add_bias_linear": False,
+        "apply_rope_fusion": True,
+        "attention_bias": False,
+        "bias_activation_fusion": True,
+        "cca": True,
+        "cca_time0": 2,
+        "cca_time1": 2,
+        "clamp_temp": False,
+        "fused_add_norm": False,
+        "gated_linear_unit": True,
+        "image_token_id": 50,
+        "lm_head_bias": False,
+        "lora_rank": 0,
+        "max_position_embeddings": 4096,
+        "moe_router_topk": 1,
+        "normalization": "RMSNorm",
+        "partial_rotary_factor": 0.5,
+        "projector_hidden_act": "gelu",
+        "residual_in_fp32": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 700.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "scale_residual_merge": True,
+        "sliding_window": None,
+        "swa_layers": None,
+        "torch_dtype": "float32",
+        "use_lora_att": False,
+        "vision_lora": True,
+        "vocab_size": VOCAB,
+        "zaya_high_prec": True,
+        "zaya_use_eda": True,
+        "zaya_use_mod": True,
+    },
     "youtu_vl": ODD
     | _LATENTS
     | {
@@ -356,35 +550,69 @@ AS_PUBLISHED = {
         "vision_config": {"model_type": "siglip2_vision_model"},
     },
 }
-#: Those that the paged path cannot serve, and why.
-REFUSED = {
-    family.module: (family, reason)
-    for family, reason in (
-        (
-            _family(
-                "limite",
-                "LimiteForCausalLM",
-                **HEAD,
-                hidden_size=96,
-                ve_layers=[0, 2],
-                ve_dim=8,
-                xsa_layers=[1, 3],
-                global_layers=[1],
-                sliding_window=7,
-                rope_n_pairs=4,
-                attn_gate_channels=8,
-                mudd_inter=8,
-                mudd_layers=[2],
-                mudd_tap_idx={"2": [0, 1, 2]},
-                softcap_logits={"kind": "sigmoid", "a": 20.0, "b": 1.0, "c": 5.0},
-            ),
-            "does not run on the paged cache",
-        ),
-        (
-            Family("z1t", "Z1TForCausalLM", {"num_hidden_layers": 2, "aft_heads": 4}),
-            "keeps Z1TCache layers",
-        ),
-    )
+
+
+def _falcon_ocr(arrays: Arrays) -> Arrays:
+    found = {}
+    for name, array in arrays.items():
+        for ours, published in (
+            ("language_model.", ""),
+            ("model.", ""),
+            ("embed_tokens.", "tok_embeddings."),
+            ("lm_head.", "output."),
+            (".self_attn.", ".attention."),
+            (".mlp.", ".feed_forward."),
+        ):
+            name = name.replace(ours, published, 1)
+        if ".w13." in name:  # gate and up by turns
+            array = mx.stack(mx.split(array, 2), axis=1).reshape(array.shape)
+        found[name] = array
+    return found
+
+
+def _zaya1_vl(arrays: Arrays) -> Arrays:
+    found = {}
+    for name, array in arrays.items():
+        name = name.removeprefix("language_model.")
+        if "conv_qk" in name and array.ndim == 3:
+            array = array.swapaxes(1, 2)
+        path, experts, rest = name.partition(".experts.")
+        if not experts:
+            found[name] = array
+            continue
+        for number, of_expert in enumerate(array):
+            found[f"{path}.experts.local_experts.{number}.{rest}"] = of_expert
+    return found
+
+
+def _z1t(arrays: Arrays) -> Arrays:
+    names = {"model.pe": "pe.pe", "model.layers.": "blocks.", "model.norm.": "norm."}
+    names |= {"model.embed_tokens.": "embedding.", "lm_head.": "clf."}
+    found = {}
+    for name, array in arrays.items():
+        name = name.removeprefix("language_model.")
+        start = next(each for each in names if name.startswith(each))
+        found[names[start] + name.removeprefix(start)] = array
+    return found
+
+
+def _moondream3(arrays: Arrays) -> Arrays:
+    named = {f"model.text.{name.split('.', 1)[1]}": array for name, array in arrays.items()}
+    named = {name.replace("text.model.", "text."): array for name, array in named.items()}
+    named["model.text.wte"] = named.pop("model.text.wte.weight")
+    towers = ("model.region.coord_decoder.weight", "model.vision.pos_emb")
+    return named | {name: mx.zeros((2, 3)) for name in towers}
+
+
+#: By model_type, what makes the small model's arrays those of a published file.
+PUBLISHED_NAMES = {
+    "falcon_ocr": _falcon_ocr,
+    "limite": lambda arrays: {
+        name.removeprefix("language_model."): array for name, array in arrays.items()
+    },
+    "moondream3": _moondream3,
+    "z1t": _z1t,
+    "zaya1_vl": _zaya1_vl,
 }
 #: Those whose published files have a value that is rejected; the small models have another.
 NOT_AS_PUBLISHED = {"hrm_text": "prefix_lm=true lets a prompt's tokens attend to later ones"}

@@ -228,12 +228,16 @@ def draw(model: Any) -> None:
         if array.dtype in (mx.uint8, mx.uint32):  # packed weights
             bits = mx.random.randint(0, 256, (*array.shape[:-1], array.shape[-1] * array.itemsize))
             found.append((name, bits.astype(mx.uint8).view(array.dtype)))
-        if not mx.issubdtype(array.dtype, mx.floating) or array.ndim == 0:
+        if array.dtype == mx.int32:  # indices of a product's inputs
+            found.append((name, mx.random.randint(0, array.shape[-1], array.shape)))
+        if not mx.issubdtype(array.dtype, mx.floating) or (array.ndim == 0 and array.item()):
             continue
         drawn = mx.random.normal(array.shape).astype(array.dtype)
         last = name.rpartition(".")[2]
         if last in ("A_log", "D", "dt_bias") or (array.ndim == 1 and last == "weight"):
             drawn = array + 0.2 * drawn
+        elif array.ndim == 0:  # a scale, which would be zero
+            drawn = 0.7 + 0.2 * drawn
         elif array.ndim >= 2:
             inputs = array.shape[-1] if array.shape[-1] > 1 else array[0].size
             of_tokens = "embed" in name or ".wte" in name

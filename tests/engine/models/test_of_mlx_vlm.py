@@ -7,15 +7,16 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+import torch
 from engine.models import doubles, of_mlx_vlm
 from engine.models.cases import cases
 from engine.models.nested import HEAD, ODD
 from engine.models.recurrent import VOCAB, draw, make_model, write_model
 from engine.models.test_executor import chunk_by_chunk, of_states
 from engine.models.test_plain import TOLERANCE, prompts_of
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.models.loader import lazy_model
 from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.patches.mlx_patches import mlx_vlm_text, registry
@@ -26,7 +27,7 @@ QUICK = ("cohere2_moe",)
 
 
 def test_every_row_has_a_small_model():
-    assert {*of_mlx_vlm.FAMILIES, *of_mlx_vlm.REFUSED} == set(MLX_VLM_MODELS)
+    assert set(of_mlx_vlm.FAMILIES) == set(MLX_VLM_MODELS)
 
 
 @pytest.mark.parametrize("name", cases(of_mlx_vlm.FAMILIES, QUICK))
@@ -45,18 +46,12 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
     assert worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", cases(of_mlx_vlm.REFUSED, more=of_mlx_vlm.REFUSED))
-def test_models_that_cannot_be_served_are_rejected(name):
-    family, reason = of_mlx_vlm.REFUSED[name]
-    with pytest.raises(NotImplementedError, match=f"'{name}' {reason}"):
-        attention_layers(make_model(family), name)
-
-
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [
-        ("hrm_text", {"prefix_lm": True}, r"prefix_lm=True.*supports only False"),
+        ("limite", {"lm_head_precision_mode": "fp32_accumulate"}, r"lm_head_precision_mode="),
+        ("limite", {"ve_mix": 0.5}, r"ve_mix \(0.5\)"),
         ("glm_ocr", {"attention_bias": True}, r"attention_bias=True.*supports only False"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type"),
         ("molmo", {"norm_after": True}, r"norm_after=True.*supports only False"),
@@ -69,6 +64,11 @@ def test_models_that_cannot_be_served_are_rejected(name):
         ("hy_v4", {"moe_layer_freq": 2}, r"moe_layer_freq=2.*supports only 1"),
         ("hy_v4", {"swiglu_limit": 0.0}, r"swiglu_limit=0.0.*Set a positive limit"),
         ("hy_v4", {"indexer_types": ["shared", *["full"] * 3]}, r"indexer_types.*'full' for the"),
+        ("zaya1_vl", {"swa_layers": [1]}, r"swa_layers=\[1\]"),
+        ("zaya1_vl", {"residual_gain": 2.0}, r"residual_gain \(2.0\)"),
+        ("moondream3", {"moe": {"n_experts": 9}}, r"moe \("),
+        ("falcon_ocr", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type='yarn'"),
+        ("z1t", {"aft_kind": "full"}, r"aft_kind='full'.*supports only 'conv'"),
         ("kolibri1", {"hidden_act": "gelu"}, r"hidden_act='gelu'.*supports only silu"),
     ],
 )
@@ -103,12 +103,72 @@ def test_a_published_file_is_read(name, tmp_path):
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("name", of_mlx_vlm.PUBLISHED_NAMES)
+def test_published_names_are_read(name, tmp_path):
+    tokens, family = mx.array([[3, 5, VOCAB - 1]]), of_mlx_vlm.FAMILIES[name]
+    model = make_model(family, drawn=True)
+    file = Path(write_model(family, tmp_path, drawn=True)) / "model.safetensors"
+    arrays = of_mlx_vlm.PUBLISHED_NAMES[name](mx.load(str(file)))
+    mx.save_safetensors(str(file), {n: mx.contiguous(array) for n, array in arrays.items()})
+    read = lazy_model(tmp_path, mx.float32)
+    np.testing.assert_allclose(np.array(read(tokens)), np.array(model(tokens)), atol=1e-5)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("name", "array"), [("limite", "xsa_alpha"), ("zaya1_vl", "balancing_biases")]
+)
+def test_arrays_that_are_read_in_float32_stay_so(name, array, tmp_path):
+    written = write_model(of_mlx_vlm.FAMILIES[name], tmp_path)
+    parameters = tree_flatten(lazy_model(Path(written), mx.bfloat16).parameters())
+    found = {a.dtype for full, a in parameters if full.endswith(array)}
+    assert found == {mx.float32}
+    assert {a.dtype for full, a in parameters if full.endswith("proj.weight")} == {mx.bfloat16}
+
+
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["molmo", "molmo2"])
 def test_added_tokens_have_embeddings_of_their_own(name):
     embedding = make_model(of_mlx_vlm.FAMILIES[name], drawn=True).language_model.model.wte
     both = np.concatenate([np.array(embedding.embedding), np.array(embedding.new_embedding)])
     tokens = np.array([[0, 61, 62, 63, 64, 65, len(both) - 1]])
     np.testing.assert_array_equal(np.array(embedding(mx.array(tokens))), both[tokens])
+
+
+def test_norms_of_limite_have_torchs_epsilon():
+    x = np.random.default_rng(3).normal(scale=0.02, size=(4, 96)).astype(np.float32)
+    code = mlx_vlm_text.imported(MLX_VLM_MODELS["limite"]).language
+    registry.install()
+    for name in ("float32", "bfloat16", "float16"):
+        expected = torch.nn.functional.rms_norm(torch.tensor(x).to(getattr(torch, name)), (96,))
+        found = code.rms_norm(mx.array(x).astype(getattr(mx, name)))
+        worst = np.abs(np.array(found.astype(mx.float32)) - expected.float().numpy()).max()
+        assert worst <= (1e-5 if name == "float32" else 0.02)
+
+
+@pytest.mark.more
+def test_sums_in_states_equal_those_that_the_module_of_z1t_makes_of_whole_texts():
+    model = make_model(of_mlx_vlm.FAMILIES["z1t"], drawn=True)
+    tokens, cache = mx.array([prompts_of()[0]]), make_prompt_cache(model)
+    parts = [model(part, cache=cache) for part in mx.split(tokens, [1, 2, 9, 10], axis=1)]
+    np.testing.assert_allclose(
+        np.array(mx.concatenate(parts, 1)), np.array(model(tokens)), atol=1e-5
+    )
+
+
+def test_sparse_layers_of_z1t_gather_few_tokens_at_once(monkeypatch):
+    code = mlx_vlm_text.imported(MLX_VLM_MODELS["z1t"]).language
+    registry.install()
+    take, found = mx.take, []
+
+    def noted(x, indices, axis):
+        found.append(x.shape)
+        return take(x, indices, axis)
+
+    monkeypatch.setattr(mx, "take", noted)
+    outputs = 4_000_000  # never computed
+    assert code.SparseLinear(8, outputs, 2)(mx.zeros((5, 1, 8))).shape == (5, 1, outputs)
+    assert found == [(1, 2, 8), (1, 2, 8), (1, 1, 8)]
 
 
 def with_positions(axes):

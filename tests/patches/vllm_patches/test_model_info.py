@@ -37,6 +37,8 @@ REASONS = {
 #: Text parts of multimodal models and the draft heads of such: served without images and sound.
 TEXT_PARTS = {
     "GlmOcrForConditionalGeneration",
+    "HfMoondream",
+    "Moondream3ForCausalLM",
     "MolmoForCausalLM",
     "Molmo2ForConditionalGeneration",
     "InklingForConditionalGeneration",

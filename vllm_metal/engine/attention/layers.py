@@ -35,6 +35,7 @@ from vllm_metal.patches.mlx_patches import (
     rotations,
 )
 from vllm_metal.patches.mlx_patches.families.inkling import MaskedWindowCache
+from vllm_metal.patches.mlx_patches.families.z1t import CountingArraysCache
 from vllm_metal.patches.mlx_patches.replacing import MLX_VLM
 from vllm_metal.patches.mlx_patches.rotations import OfLayer
 from vllm_metal.patches.mlx_patches.seam import AttendingCache, Scoring
@@ -229,6 +230,7 @@ PROBES: Mapping[type, Callable[[Any], Probe]] = {
     KVCache: lambda cache: _AttentionProbe(None),
     RotatingKVCache: _rotating,
     ArraysCache: RecurrentProbe,
+    CountingArraysCache: RecurrentProbe,
     MaskedWindowCache: lambda cache: _AttentionProbe(cache.window),
 }
 #: The same by name: mlx-vlm has classes of its own with mlx-lm's names and protocol.

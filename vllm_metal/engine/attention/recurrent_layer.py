@@ -235,6 +235,11 @@ class _StepCache(SequenceCache, Generic[StateT, PlanT]):
         self._state = state
         self._scope = scope
 
+    @property
+    def offset(self) -> mx.array:
+        """[T] int32, each token's position, for models without attention."""
+        return self._scope.positions
+
 
 class RowsCache(_StepCache[SequenceState, SequencePlan]):
     """Replaces the ArraysCache of a layer that is called once for all tokens of a step."""
@@ -326,6 +331,7 @@ class RecurrentProbe(ArraysCache):
         """Takes mlx-lm's cache of the layer."""
         super().__init__(len(cache.cache))
         self._common: list[ModuleCall] | None = None
+        self.offset = mx.zeros(1, mx.int32)
 
     def __getitem__(self, index: int) -> Any:
         self._note()

@@ -40,8 +40,9 @@ _PATCHES: Mapping[str, frozenset[str]] = {
     "starcoder2": frozenset(("hidden_act",)),
 }
 #: Modules of families whose newest release nobody has compared: a key that no implementation
-#: reads may be a mechanism that all of them lack (Inkling 2).
-_UNSEEN = frozenset(("inkling",))
+#: reads may be a mechanism that all of them lack (Inkling 2), or a size by a name that only the
+#: family's own code has (Moondream 3).
+_UNSEEN = frozenset(("inkling", "moondream3"))
 #: Parts of mapping-valued keys that modules read, and the values of the remaining parts that they
 #: compute (`...`: any). Other modules pass the mapping on whole.
 _NESTED: Mapping[tuple[str, str], tuple[frozenset[str], Mapping[str, Any]]] = {

@@ -274,6 +274,15 @@ _CHOICES: Mapping[str, Mapping[str, Any]] = {
 }
 #: Older names, by module and the key that it reads.
 _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
+    "falcon_ocr": {
+        "hidden_size": "dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "num_key_value_heads": "n_kv_heads",
+        "intermediate_size": "ffn_dim",
+        "rms_norm_eps": "norm_eps",
+        "max_position_embeddings": "max_seq_len",
+    },
     "molmo": {  # mlx-vlm's names are those of the code that trained it
         "d_model": "hidden_size",
         "n_layers": "num_hidden_layers",

@@ -60,6 +60,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     },
     "exaone_moe": {"scoring_func": ("sigmoid",)},
     "falcon_h1": {"mamba_use_mlp": (True,), "time_step_limit": ((0.0, math.inf),)},
+    "falcon_ocr": _UNTIED,
     "gemma": _TIED | {"attention_bias": (False,)},
     "gemma2": _TIED | {"attention_bias": (False,)},
     "gemma3_text": {
@@ -128,6 +129,21 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "lfm2": _TIED,
     "lfm2_moe": _TIED,
     "lille-130m": _TIED,
+    "limite": _TIED
+    | {
+        "attn_gate_applied": ("per_head_before_o_proj",),
+        "lm_head_precision_mode": ("oracle_exact",),
+        "mudd_accumulation": ("ordered_left_to_right",),
+        "mudd_r_site": ("resid",),
+        "pos_mode": ("rope",),
+        "qk_norm": ("rms_pre_rope",),
+        "rms_norm_eps_mode": ("torch_finfo_default",),
+        "rms_norm_has_weight": (False,),
+        "rope_cos_sin_dtype": ("bfloat16",),
+        "rope_style": ("interleaved_pairs_odd_lane_sign_flip",),
+        "ve_applied_before_qk_norm": (True,),
+        "ve_head_slice": ("first_num_key_value_heads",),
+    },
     "llama4_text": {"attention_bias": (False,)},
     "longcat_flash": _UNTIED | {"attention_method": ("MLA",)},
     "longcat_flash_ngram": _UNTIED | {"attention_method": ("MLA",)},
@@ -162,6 +178,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rope_scaling_layers": (),
         "use_qk_norm": (True,),
     },
+    "moondream3": _UNTIED,
     "minicpm3": _UNTIED | {"mlp_bias": (False,), "rope_traditional": (False,)},
     "ministral3": {"sliding_window": ()},
     "mistral4": {"moe_layer_freq": (1,), "scoring_func": ("softmax",)},
@@ -227,6 +244,19 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "topk_method": ("noaux_tc",),
     },
     "xing4_0": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
+    "z1t": _UNTIED | {"aft_kind": ("conv",)},
+    "zaya1_vl": {
+        "activation_func": ("swiglu",),
+        "cca": (True,),
+        "clamp_temp": (False,),
+        "gated_linear_unit": (True,),
+        "lora_rank": (0,),
+        "normalization": ("RMSNorm",),
+        "sliding_window": (),
+        "swa_layers": (),
+        "swa_rotary_base": (),
+        "use_lora_att": (False,),
+    },
 }
 #: By module and key, values that the module computes differently from transformers' class; None
 #: is null.

@@ -111,6 +111,10 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     # Both transformers' class and the module read attn_config's kv_n_heads instead.
     "dbrx": names("num_key_value_heads"),
     "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size is used
+    "falcon_ocr": names(  # of images, and token ids
+        "channel_size eos_id img_end_id img_id img_row_sep_id img_start_id spatial_patch_size "
+        "temporal_patch_size"
+    ),
     "gemma3_text": names("tie_word_embeddings"),  # it checks whether a head exists
     "granitemoehybrid": names("mamba_chunk_size"),  # only splits a sum
     # The first is always 4, and transformers' router has no norm.
@@ -121,6 +125,11 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
         "max_pixels_tolerance max_tiles min_image_tokens min_tiles projector_bias "
         "projector_use_layernorm tile_size use_image_special_tokens use_thumbnail"
     ),  # of images only
+    "limite": names(  # notes, repetitions of other keys, and a base of ropes by layer
+        "checkpoint_step checkpoint_world_size global_every mlp_formula mlp_ratio mudd_at "
+        "mudd_hist_convention padded_vocab_size rope_base_global rope_frac "
+        "sliding_window_convention source_format source_metadata_assumptions tokenizer_vocab_size"
+    ),
     "mamba": _OF_STEPS,  # of weight initialization
     "mamba2": _OF_STEPS | names("chunk_size"),
     "molmo2": names("adapter_config vit_config"),  # of images only
@@ -132,6 +141,10 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "qwen": names("use_dynamic_ntk use_logn_attn"),
     "recurrent_gemma": names("tie_word_embeddings"),  # as gemma3_text
     "youtu_vl": names("vision_config"),
+    "zaya1_vl": names(  # of images, and of kernels of the code that trained it
+        "activation_func_fp8_input_store apply_rope_fusion bias_activation_fusion "
+        "projector_hidden_act vision_config"
+    ),
 }
 
 

@@ -29,7 +29,7 @@ _PARTS = ("scales", "biases", "global_scale", "output_scale")  # of a packed wei
 _NAMED_KINDS = 4  # most kinds in a message
 
 #: Tensors that compute nothing here, by reason.
-_ROTARY = re.compile(r"(?:^|\.)(?:rotary\w*|rope)\.\w+$|(?:^|\.)embed_positions$")
+_ROTARY = re.compile(r"(?:^|\.)(?:rotary\w*|rope)\.\w+$|(?:^|\.)(?:embed_positions|cos_1d|sin_1d)$")
 _MASKS = re.compile(r"(?:attn|attention)\.(?:masked_bias|bias)$")
 _POSITIONS = re.compile(r"(?:^|\.)position_ids$")
 _OTHER_MODALITIES = re.compile(

@@ -20,10 +20,13 @@ from vllm_metal.patches.mlx_patches.families import (
     arrays,
     experts,
     falcon_h1,
+    falcon_ocr,
     hy_v4,
     inkling,
     layer_kinds,
+    limite,
     llama4,
+    moondream3,
     nanochat,
     norms,
     plamo,
@@ -34,6 +37,8 @@ from vllm_metal.patches.mlx_patches.families import (
     states,
     text_models,
     windows,
+    z1t,
+    zaya,
 )
 from vllm_metal.patches.mlx_patches.replacing import MLX_LM, MLX_VLM, check_release
 from vllm_metal.settings.extras import install_advice
@@ -128,6 +133,9 @@ PAGED: Patches = {
 OF_MLX_VLM: Patches = {
     "cohere2_moe.language": (layer_kinds.cohere2_moe,),
     "deepseek_v32.language": (experts.grouped(),),
+    "falcon_ocr.config": (text_models.text_of_its_own,),
+    "falcon_ocr.falcon_ocr": (falcon_ocr.arrays,),
+    "falcon_ocr.language": (falcon_ocr.language,),
     "glm_ocr.config": (text_models.known_keys,),
     "hy_v4": (hy_v4.config,),
     "hy_v4.hyper_connection": (hy_v4.hyper_connection,),
@@ -135,9 +143,17 @@ OF_MLX_VLM: Patches = {
     "hy_v4.language": (hy_v4.language,),
     "inkling.inkling": (inkling.arrays,),
     "inkling.language": (inkling.language,),
+    "limite.language": (limite.language,),
+    "limite.limite": (limite.arrays,),
     "molmo.language": (text_models.added_tokens("Embedding"),),
     "molmo2.language": (text_models.added_tokens("Molmo2Embedding"),),
+    "moondream3.language": (moondream3.language,),
+    "moondream3.moondream3": (moondream3.arrays,),
     "youtu_vl.config": (text_models.text_of_its_own,),
+    "z1t.language": (z1t.language,),
+    "zaya1_vl.config": (text_models.text_of_its_own,),
+    "zaya1_vl.language": (zaya.language,),
+    "zaya1_vl.zaya1_vl": (zaya.arrays,),
 }
 
 
