@@ -31,7 +31,7 @@ from vllm_metal.platform.refused_variables import refused_variables
 from vllm_metal.platform.replica_refusals import replica_refusals
 from vllm_metal.serving import start
 from vllm_metal.serving.idle import idle_period
-from vllm_metal.settings import cache_dtypes, envs
+from vllm_metal.settings import cache_dtypes, envs, whole_prompts
 from vllm_metal.settings.additional_config import AdditionalConfig
 from vllm_metal.settings.runner import pools
 
@@ -58,6 +58,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
         | rank_refusals.refusals(config)
         | idle_period.refusals(config)
         | encoders.refusals(config)
+        | whole_prompts.refusals(config)
     )
     refusals["--additional-config wire_memory (it needs a Mac's GPU, and macOS 15 or newer)"] = (
         bool(given.wire_memory) and not mlx_device.can_wire(device)

@@ -86,8 +86,6 @@ def _built(module: str) -> Any:
 
 def _refusal_of_mlx_vlm(folder: str) -> str:
     (model_type,) = [name for name, row in MLX_VLM_MODELS.items() if row.folder == folder]
-    if model_type in of_mlx_vlm.NOT_AS_PUBLISHED:
-        return of_mlx_vlm.NOT_AS_PUBLISHED[model_type]
 
     def read() -> Any:
         with tempfile.TemporaryDirectory() as folder:

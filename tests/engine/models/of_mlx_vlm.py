@@ -614,5 +614,3 @@ PUBLISHED_NAMES = {
     "z1t": _z1t,
     "zaya1_vl": _zaya1_vl,
 }
-#: Those whose published files have a value that is rejected; the small models have another.
-NOT_AS_PUBLISHED = {"hrm_text": "prefix_lm=true lets a prompt's tokens attend to later ones"}

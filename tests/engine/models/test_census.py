@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every folder of mlx-vlm is accounted for once."""
 
-from engine.models import matrix, of_mlx_vlm
+from engine.models import matrix
 from engine.models.census import folders, of_mlx_vlm_alone
 from engine.models.folders import NOT_TEXT, SAME_TEXT, SAME_TEXT_OF_MLX_LM, WITHOUT_ROW
 
@@ -21,4 +21,3 @@ def test_the_same_text_model_is_counted_once():
     modules = {*matrix.modules(), *of_mlx_vlm_alone()}
     assert set(SAME_TEXT.values()) <= modules
     assert set(SAME_TEXT_OF_MLX_LM.values()) <= set(matrix.modules()) - set(SAME_TEXT_OF_MLX_LM)
-    assert set(of_mlx_vlm.NOT_AS_PUBLISHED) <= set(of_mlx_vlm.FAMILIES)

@@ -86,7 +86,6 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "gpt_oss": _UNTIED
     | {"attention_bias": (True,), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
     "gptj": _UNTIED,
-    "hrm_text": {"prefix_lm": (False,)},  # else a prompt's tokens attend to later ones
     "hunyuan": _TIED,
     "hunyuan_v1_dense": {"num_experts": (1,)},
     "hy_v4": _UNTIED

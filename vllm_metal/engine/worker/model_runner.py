@@ -15,6 +15,7 @@ from vllm_metal.engine.batch.input_batch import InputBatch, StepDrafts, prepare
 from vllm_metal.engine.batch.output_head import OutputHead
 from vllm_metal.engine.batch.outputs import StepOutput, Unread
 from vllm_metal.engine.batch.per_request_state import PerRequestState, RequestsRefused
+from vllm_metal.engine.batch.prompt_column import PromptColumn
 from vllm_metal.engine.batch.requests import Requests
 from vllm_metal.engine.spec_decode.speculator import Speculator
 from vllm_metal.engine.worker.early_reads import EarlyReads
@@ -157,7 +158,9 @@ class ModelRunner:
         if speculator is not None:
             speculator = None if speculator.reads_text else speculator.for_warm_up()
         max_num_reqs = self._last_token_ids.size
-        writer, columns = self._draft_writer, self._of_model
+        writer = self._draft_writer
+        # The dense forward, with which warm-up is compared, attends to earlier tokens alone.
+        columns = [each for each in self._of_model if not isinstance(each, PromptColumn)]
         return ModelRunner(
             self._model, self._requests, end, max_num_reqs, speculator, writer, columns
         )

@@ -13,6 +13,7 @@ import mlx.core as mx
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs
 from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.batch.per_request_state import PerRequestState
+from vllm_metal.engine.batch.prompt_column import PromptColumn
 from vllm_metal.engine.batch.rows import Rows
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.memory.planner import AdapterBytes
@@ -22,6 +23,7 @@ from vllm_metal.engine.models.stage import Stage, check_stages
 from vllm_metal.engine.spec_decode.network import DraftNetwork
 from vllm_metal.engine.spec_decode.registry import load_network
 from vllm_metal.settings.runner import pools
+from vllm_metal.settings.whole_prompts import attends_to_whole_prompts
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -107,6 +109,8 @@ class Networks:
         draft = load_network(config, target, images)
         draft_bytes = mx.get_active_memory() - before
         columns = columns if images is None else (*columns, images)
+        if attends_to_whole_prompts(config.model_config):
+            columns = (*columns, PromptColumn(config.scheduler_config.max_num_seqs))
         encoder = None if images is None else images.encoder
         return Networks(target, layers, draft, draft_bytes, columns, adapters, encoder)
 

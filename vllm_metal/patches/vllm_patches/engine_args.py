@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic.dataclasses import rebuild_dataclass
 
 from vllm_metal.patches.vllm_patches.replacing import replace
+from vllm_metal.settings import whole_prompts
 from vllm_metal.settings.draft_methods import mark_default
 
 _DRAFTS = "vllm_metal_drafts"  # of EngineArgs: num_speculative_tokens, as vLLM completes it
@@ -261,7 +262,7 @@ def accept_int8_kv_cache() -> None:
 def cache_prefixes_of_states() -> None:
     """Enables prefix caching by default for purely recurrent models (Mamba), too.
 
-    vLLM considers it experimental for these.
+    vLLM considers it experimental for these. Models that attend to whole prompts get none.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -273,6 +274,7 @@ def _prefixes_too(
     self: EngineArgs,
     model_config: ModelConfig,
 ) -> None:
+    whole_prompts.set_defaults(self, model_config)
     if self.enable_prefix_caching is None and model_config.is_attention_free:
         self.enable_prefix_caching = model_config.runner_type == "generate"
     set_defaults(self, model_config)
