@@ -32,6 +32,12 @@ _INKLING = TextModel("inkling", ("InklingForConditionalGeneration",))
 #: Rows by `model_type`. mlx-lm's module goes first where it has one, whatever stands here.
 MLX_VLM_MODELS: Mapping[str, TextModel] = {
     "cohere2_moe": TextModel("cohere2_moe"),
+    "cohere_compass": TextModel(
+        "cohere_compass",
+        architectures=("CohereCompassForConditionalGeneration",),
+        towers=("vision_tower",),
+        position_axes="bt",
+    ),
     "falcon_ocr": TextModel("falcon_ocr", position_axes="bt"),
     "flint": TextModel("flint"),
     "glm_ocr": TextModel(

@@ -74,7 +74,6 @@ WITHOUT_ROW = _names("""
 keeps an indexer's keys beside K and V: deepseek_v4 glm5_next longcat_flash_sparse qwen4_exp
 has attention over images in its layers: mllama
 feeds coordinates back that it reads from hidden states: falcon_perception
-orders frequencies of its RoPE differently from transformers' class: cohere_compass
 is the text model of images, not compared with transformers yet: ernie4_5_moe_vl
 rotates by one position for all texts of a step: jina_vlm
 """)

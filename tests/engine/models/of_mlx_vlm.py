@@ -91,6 +91,30 @@ FAMILIES = {
             layer_types=LAYERS,
             attention_bias=True,
         ),
+        Family(
+            "cohere_compass",
+            "CohereCompassForConditionalGeneration",
+            {
+                "text_config": ODD
+                | {
+                    "model_type": "cohere_compass_text",
+                    "head_dim": 12,
+                    "layer_types": LAYERS,
+                    "sliding_window": 7,
+                    "logit_scale": 0.25,
+                    "rope_parameters": {
+                        "full_attention": None,
+                        "sliding_attention": {
+                            "rope_type": "default",
+                            "rope_theta": 700.0,
+                            "mrope_section": [2, 2, 2],
+                        },
+                    },
+                },
+                "vision_config": {"model_type": "cohere_compass_vision", "depth": 1},
+                "tie_word_embeddings": False,
+            },
+        ),
         # Half of each head is rotated, beside sinks.
         _family(
             "falcon_ocr",

@@ -547,20 +547,46 @@ FAMILIES: dict[str, Published] = {
         },
     }.items()
 }
+_TOWER = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": 72,
+}
 FAMILIES |= {
+    # Positions in layers with windows only, as published, with frequencies of three sizes.
+    "cohere_compass": Published(
+        "cohere_compass",
+        {
+            "text_config": {**_COMMON, "num_attention_heads": 3, "num_key_value_heads": 1}
+            | _WINDOW
+            | {
+                "logit_scale": 0.3,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+                "rope_parameters": {
+                    "full_attention": None,
+                    "sliding_attention": {
+                        "rope_type": "default",
+                        "rope_theta": 700.0,
+                        "mrope_section": [6, 2, 4],
+                        "mrope_interleaved": True,
+                    },
+                },
+            },
+            "vision_config": _TOWER | {"deepstack_visual_indexes": [0]},
+            "tie_word_embeddings": True,
+        },
+        common=False,
+    ),
     "glm_ocr": Published(
         "glm_ocr",
         {
             "text_config": _COMMON
             | _HEAD
             | _rope(700.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 2]),
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_heads": 2,
-                "out_hidden_size": 72,
-            },
+            "vision_config": _TOWER,
             "tie_word_embeddings": False,
         },
         common=False,

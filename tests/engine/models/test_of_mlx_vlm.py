@@ -52,6 +52,18 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
     [
         ("limite", {"lm_head_precision_mode": "fp32_accumulate"}, r"lm_head_precision_mode="),
         ("limite", {"ve_mix": 0.5}, r"ve_mix \(0.5\)"),
+        ("cohere_compass", {"hidden_act": "gelu"}, r"hidden_act='gelu'"),
+        ("cohere_compass", {"rope_on_all_layers": False}, r"rope_on_all_layers=False"),
+        (
+            "cohere_compass",
+            {
+                "rope_parameters": {
+                    "full_attention": None,
+                    "sliding_attention": {"rope_type": "yarn", "rope_theta": 700.0, "factor": 2.0},
+                }
+            },
+            r"a different rope_type for sliding_attention",
+        ),
         ("glm_ocr", {"attention_bias": True}, r"attention_bias=True.*supports only False"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type"),
         ("molmo", {"norm_after": True}, r"norm_after=True.*supports only False"),

@@ -36,6 +36,7 @@ REASONS = {
 }
 #: Text parts of multimodal models and the draft heads of such: served without images and sound.
 TEXT_PARTS = {
+    "CohereCompassForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
     "HfMoondream",
     "Moondream3ForCausalLM",

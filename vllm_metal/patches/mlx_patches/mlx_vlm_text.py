@@ -153,9 +153,10 @@ def _logits(
 ) -> mx.array:
     # Without the code of `LanguageModel.__call__`, which keeps positions of one text between calls.
     hidden = language_model.model(inputs, cache=cache, position_ids=positions)
-    if "lm_head" in language_model:
-        return cast(mx.array, language_model.lm_head(hidden))
-    return cast(mx.array, language_model.model.embed_tokens.as_linear(hidden))
+    tied = "lm_head" not in language_model
+    head = language_model.model.embed_tokens.as_linear if tied else language_model.lm_head
+    scale = getattr(language_model.args, "logit_scale", None)
+    return cast(mx.array, head(hidden) if scale is None else head(hidden) * scale)
 
 
 class _NoTower:

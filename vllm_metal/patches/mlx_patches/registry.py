@@ -18,6 +18,7 @@ from vllm_metal.patches.mlx_patches import mlx_vlm_text, multi_linear, seam
 from vllm_metal.patches.mlx_patches.families import (
     activations,
     arrays,
+    cohere_compass,
     experts,
     falcon_h1,
     falcon_ocr,
@@ -131,6 +132,7 @@ PAGED: Patches = {
 }
 #: The same for modules below mlx_vlm.models, by their dotted paths, such as "klear.language".
 OF_MLX_VLM: Patches = {
+    "cohere_compass.language": (cohere_compass.language,),
     "cohere2_moe.language": (layer_kinds.cohere2_moe,),
     "deepseek_v32.language": (experts.grouped(),),
     "falcon_ocr.config": (text_models.text_of_its_own,),
