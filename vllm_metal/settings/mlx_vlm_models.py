@@ -64,6 +64,9 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
         towers=("vision_tower",),
         tower_tensors=("multi_modal_projector.", "patch_merger.", "pre_mm_projector_norm."),
     ),
+    "mllama": TextModel(
+        "mllama", architectures=("MllamaForConditionalGeneration",), towers=("vision_tower",)
+    ),
     "molmo": TextModel("molmo", ("MolmoForCausalLM",)),
     "molmo2": TextModel("molmo2", ("Molmo2ForConditionalGeneration",)),
     "moondream3": TextModel(

@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from engine.models.mutations import INNER, LENGTH, Change, changes, inner, omissions
-from engine.models.published import FAMILIES, VOCAB, Published, draw, log_probabilities, make
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from engine.models.published import (
+    FAMILIES,
+    VOCAB,
+    Published,
+    auto_class,
+    draw,
+    log_probabilities,
+    make,
+)
 
 LARGEST = 5_000_000  # numbers of a changed model
 SEED = 1  # of arrays of other shapes
@@ -33,18 +40,23 @@ class Toy:
         """[length, V] log-probabilities of `TOKENS`."""
         return of_text(self.model)
 
+    @property
+    def is_nested(self) -> bool:
+        """Whether the text model is a part."""
+        return self.model.config.get_text_config() is not self.model.config
+
     def changes(self) -> list[Change]:
         return list(changes(self.words))
 
     def omissions(self) -> list[Change]:
-        return list(omissions(self.words, type(self.model.config)().to_dict()))
+        return list(omissions(self.words, type(self.model.config.get_text_config())().to_dict()))
 
     @cached_property
     def words(self) -> dict[str, Any]:
-        """The configuration, without what inner ones have of all of transformers'."""
+        """The text model's configuration, without what inner ones have of all of transformers'."""
         return {
             key: inner(value) if key in INNER else value
-            for key, value in self.model.config.to_dict().items()
+            for key, value in self.model.config.get_text_config().to_dict().items()
         }
 
     def changed(self, change: Change) -> torch.nn.Module:
@@ -56,10 +68,10 @@ class Toy:
         words = {**deepcopy(self.words), **deepcopy(change.keys)}
         if change.absent:
             del words[change.key]
+        if self.is_nested:
+            words = {**self.model.config.to_dict(), "text_config": words}
         config = type(self.model.config).from_dict(words, attn_implementation="eager")
-        auto = AutoModelForCausalLM
-        if type(config) not in AutoModelForCausalLM._model_mapping:
-            auto = AutoModelForImageTextToText
+        auto = auto_class(config)
         with torch.device("meta"):
             parameters = auto.from_config(config, attn_implementation="eager").parameters()
         if (size := sum(array.numel() for array in parameters)) > LARGEST:
@@ -90,9 +102,11 @@ class Toy:
                 os.symlink(path, folder / path.name)
         if change is not None:
             path = folder / "config.json"
-            content = json.loads(path.read_text()) | {change.key: change.value}
+            content = json.loads(path.read_text())
+            text = content["text_config"] if self.is_nested else content
+            text[change.key] = change.value
             if change.absent:
-                del content[change.key]
+                del text[change.key]
             path.write_text(json.dumps(content))
         return folder
 
@@ -116,7 +130,8 @@ def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 def tied(model: Any) -> bool:
     """Whether tokens are read and written by one array."""
-    return bool(model.config.get_text_config().tie_word_embeddings)
+    parts = model.config.get_text_config(), model.config  # a part may leave it to the whole
+    return bool(next(p.tie_word_embeddings for p in parts if hasattr(p, "tie_word_embeddings")))
 
 
 def of_text(model: Any) -> np.ndarray:

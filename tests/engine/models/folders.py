@@ -72,7 +72,6 @@ qwen3_moe: qwen3_vl_moe
 #: Text models of their own for which there is no row in `settings.mlx_vlm_models`, and why.
 WITHOUT_ROW = _names("""
 keeps an indexer's keys beside K and V: deepseek_v4 glm5_next longcat_flash_sparse qwen4_exp
-has attention over images in its layers: mllama
 feeds coordinates back that it reads from hidden states: falcon_perception
 is the text model of images, not compared with transformers yet: ernie4_5_moe_vl
 rotates by one position for all texts of a step: jina_vlm

@@ -245,6 +245,26 @@ FAMILIES = {
                 "vision_config": {"model_type": "pixtral"},
             },
         ),
+        Family(
+            "mllama",
+            "MllamaForConditionalGeneration",
+            {
+                "text_config": ODD
+                | {
+                    "model_type": "mllama_text_model",
+                    "num_hidden_layers": 5,
+                    "cross_attention_layers": [0, 3],
+                    "rope_scaling": {
+                        "rope_type": "llama3",
+                        "factor": 4.0,
+                        "low_freq_factor": 1.0,
+                        "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 64,
+                    },
+                },
+                "vision_config": {"model_type": "mllama_vision_model", "hidden_size": 16},
+            },
+        ),
         # Two of the tokens are added to the embedding's.
         Family(
             "molmo",

@@ -591,6 +591,33 @@ FAMILIES |= {
         },
         common=False,
     ),
+    # Layers 0 and 2 attend to images only, so text passes by them.
+    "mllama": Published(
+        "mllama",
+        {
+            "text_config": _COMMON
+            | {"cross_attention_layers": [0, 2]}
+            | _rope(
+                700.0,
+                rope_type="llama3",
+                factor=4.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=64,
+            ),
+            "vision_config": {
+                "hidden_size": 16,
+                "num_hidden_layers": 1,
+                "num_global_layers": 1,
+                "attention_heads": 2,
+                "intermediate_size": 16,
+                "image_size": 28,
+                "vision_output_dim": 32,
+                "intermediate_layers_indices": [0],
+            },
+        },
+        common=False,
+    ),
     "gpt2": Published("gpt2", _GPT | {"n_inner": 288}, common=False),
     "gpt_bigcode": Published("gpt_bigcode", _GPT | {"n_inner": 288}, common=False),
     "gptj": Published("gptj", _GPT | {"rotary_dim": 6}, common=False),
@@ -625,13 +652,16 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
         changes: of its configuration.
     """
     config = configuration(family, **changes)
-    auto = AutoModelForCausalLM
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        auto = AutoModelForImageTextToText
     torch.manual_seed(seed)
-    model = auto.from_config(config, attn_implementation="eager").float().eval()
+    model = auto_class(config).from_config(config, attn_implementation="eager").float().eval()
     draw(model, torch.Generator().manual_seed(seed))
     return model
+
+
+def auto_class(config: Any) -> Any:
+    """The class that makes a configuration's model: the whole where a text model is a part."""
+    has_images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if has_images else AutoModelForCausalLM
 
 
 def configuration(family: Published, **changes: Any) -> Any:

@@ -66,6 +66,8 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
         ),
         ("glm_ocr", {"attention_bias": True}, r"attention_bias=True.*supports only False"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type"),
+        ("mllama", {"hidden_act": "gelu"}, r"hidden_act='gelu'"),
+        ("mllama", {"head_dim": 16}, r"head_dim"),
         ("molmo", {"norm_after": True}, r"norm_after=True.*supports only False"),
         ("molmo", {"moe_num_experts": 64}, r"moe_num_experts=64"),
         ("molmo2", {"rope_scaling_layers": [1]}, r"rope_scaling_layers=\[1\]"),

@@ -29,7 +29,7 @@ def _names(words):
 #: Keys that change nothing of what any family's class computes, by reason.
 WITHOUT_EFFECT = {
     "training": _names(
-        "attention_dropout attn_pdrop classifier_dropout embd_pdrop emb_pdrop "
+        "attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop emb_pdrop "
         "embedding_dropout hidden_dropout resid_pdrop residual_dropout summary_first_dropout "
         "initializer_range router_aux_loss_coef input_jitter_noise w_init_variance_scale "
         "final_w_init_variance_scale rescale_prenorm_residual time_step_init_scheme "
@@ -81,7 +81,9 @@ OF_FAMILY = {
         "dbrx:tie_word_embeddings laguna:moe_apply_router_weight_on_input "
         "gpt_bigcode:add_cross_attention "
         "recurrent_gemma:rope_parameters.rope_type ministral3:rope_parameters.rope_type "
-        "mistral4:rope_parameters.rope_type"
+        "mistral4:rope_parameters.rope_type cohere_compass:pooling "
+        "cohere_compass:rope_parameters.*.rope_type glm_ocr:rope_parameters.rope_type "
+        "glm_ocr:rope_parameters.partial_rotary_factor glm_ocr:rope_parameters.mrope_section"
     ),
     "derived from other keys, or other keys say the same layer by layer": _names(
         "deepseek_*:qk_head_dim glm4_moe_lite:qk_head_dim kimi_linear:qk_head_dim "
@@ -115,11 +117,19 @@ OF_FAMILY = {
         "nemotron_h:mamba_proj_bias nemotron_h:n_shared_experts nemotron_h:sliding_window "
         "nemotron_h:time_step_limit nemotron_h:tie_word_embeddings "
         "deepseek_v32:mlp_bias glm_moe_dsa:mlp_bias "
+        "cohere_compass:rope_parameters.*.mrope_interleaved mllama:tie_word_embeddings "
         "kimi_linear:tie_word_embeddings mamba2:time_step_rank gpt_bigcode:num_key_value_heads"
     ),
 }
 #: Patterns of `family:array` that change nothing, with the reason.
-ARRAYS: dict[str, str] = {}
+ARRAYS: dict[str, str] = {
+    "*:model.multi_modal_projector.*": "of images",
+    "*:model.vision*": "of images",
+    "*:model.visual.*": "of images",
+    "mllama:model.language_model.layers.[02].*": "of layers that attend to images",
+    # It adds the same to all scores where no position is rotated.
+    "cohere_compass:*.layers.[12].self_attn.k_proj.bias": "without RoPE",
+}
 
 PATTERNS = frozenset().union(*OF_FAMILY.values())
 

@@ -40,6 +40,7 @@ TEXT_PARTS = {
     "GlmOcrForConditionalGeneration",
     "HfMoondream",
     "Moondream3ForCausalLM",
+    "MllamaForConditionalGeneration",
     "MolmoForCausalLM",
     "Molmo2ForConditionalGeneration",
     "InklingForConditionalGeneration",

@@ -245,6 +245,11 @@ def _inkling_dense_width(config: Config) -> int | None:
     return None if stated else config.get("intermediate_size")
 
 
+def _mllama_image_layers(config: Config) -> list[int]:
+    stated = config.get("cross_attention_layers")
+    return list(range(3, 40, 5)) if stated is None else list(stated)  # transformers' default
+
+
 #: By module, settings that are fixed in transformers' class and therefore absent from its files.
 _CHOICES: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
@@ -377,6 +382,7 @@ ROWS: Sequence[Row] = (
     Row("partial_rotary_factor", _no_shared_factor, ("laguna",), always=True),
     # transformers' class only clips these weights in training.
     Row("altup_coef_clip", _constant(NOTHING), ("gemma3n",), always=True),
+    Row("cross_attention_layers", _mllama_image_layers, ("mllama",)),
     Row("attn_config", _dbrx_attention, ("dbrx",), always=True),
     Row("linear_attn_config", _kimi_linear_attention, ("kimi_linear",)),
     *(

@@ -38,6 +38,7 @@ _OTHER_MODALITIES = re.compile(
 )
 _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")
 _OF_MTP_LAYERS = re.compile(r"^(.*layers\.\d+\.)(?:eh_proj|enorm|hnorm|shared_head)\.")
+_OF_IMAGE_LAYERS = re.compile(r"^(.*layers\.\d+\.)cross_attn\.")
 _SCALES = re.compile(
     r"\.(?:k|v|q|kv|prob|output|input|prob_output|activation|input_activation)_(?:scale|zero_point)$"
 )
@@ -102,9 +103,11 @@ def _sanitized(model: type, instance: Any, weights: Arrays) -> tuple[Arrays, str
     # Returns the arrays by parameter names, and a log line that accounts for all tensors. Raises
     # ModelLoadError for a dropped tensor that may compute something.
     parameters = _parameters(instance)
-    marked = [_OF_MTP_LAYERS.match(name) for name in weights]
-    mtp = tuple({str(match[1]) for match in marked if match} - parameters)
-    towers = getattr(model, "tower_tensors", ())
+    mtp, images = (
+        tuple({str(match[1]) for match in map(mark.match, weights) if match} - parameters)
+        for mark in (_OF_MTP_LAYERS, _OF_IMAGE_LAYERS)
+    )
+    towers = (*getattr(model, "tower_tensors", ()), *images)
     kinds = _Kinds(mtp, not any(map(is_head, parameters)), towers)
     run = _run(model)
     found = run(instance, dict(weights))
