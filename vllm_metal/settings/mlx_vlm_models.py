@@ -28,6 +28,13 @@ class TextModel:
     position_axes: str = ""
 
 
+_ERNIE = TextModel(
+    "ernie4_5_moe_vl",
+    architectures=("Ernie4_5_VLMoeForConditionalGeneration",),
+    towers=("vision_tower",),
+    tower_tensors=("model.resampler_model.", "resampler_model."),
+    position_axes="bt",
+)
 _INKLING = TextModel("inkling", ("InklingForConditionalGeneration",))
 #: Rows by `model_type`. mlx-lm's module goes first where it has one, whatever stands here.
 MLX_VLM_MODELS: Mapping[str, TextModel] = {
@@ -38,6 +45,8 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
         towers=("vision_tower",),
         position_axes="bt",
     ),
+    "ernie4_5_moe_vl": _ERNIE,
+    "ernie4_5_vl_moe": _ERNIE,
     "falcon_ocr": TextModel("falcon_ocr", position_axes="bt"),
     "flint": TextModel("flint"),
     "glm_ocr": TextModel(

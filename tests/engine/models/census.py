@@ -71,7 +71,7 @@ def of_mlx_vlm_alone() -> list[str]:
 def counted() -> Iterator[Counted]:
     """Runs every text model."""
     for name in of_mlx_lm_alone():
-        yield Counted(name, "mlx-lm", NOT_BUILT.get(name) or _refusal(lambda n=name: _built(n)))
+        yield Counted(name, "mlx-lm", _refusal(lambda n=name: _built(n)))
     for name in of_mlx_vlm_alone():
         yield Counted(name, "mlx-vlm", WITHOUT_ROW.get(name) or _refusal_of_mlx_vlm(name))
 
@@ -85,7 +85,7 @@ def _built(module: str) -> Any:
 
 
 def _refusal_of_mlx_vlm(folder: str) -> str:
-    (model_type,) = [name for name, row in MLX_VLM_MODELS.items() if row.folder == folder]
+    model_type = next(name for name, row in MLX_VLM_MODELS.items() if row.folder == folder)
 
     def read() -> Any:
         with tempfile.TemporaryDirectory() as folder:

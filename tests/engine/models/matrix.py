@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 from engine.config_json.test_published_config import NOT_READ
 from engine.models import doubles, further, page, plain, published
-from engine.models.names import HELPERS, NAMES, NOT_BUILT, PUBLISHED_AS, REAL
+from engine.models.names import HELPERS, NAMES, PUBLISHED_AS, REAL
 from engine.models.recurrent import config_of
 from mlx_lm.utils import MODEL_REMAPPING
 
@@ -29,7 +28,7 @@ from vllm_metal.engine.kv_cache.pages import BlockPages, page_rows
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
 from vllm_metal.engine.models.parts import ModelParts
-from vllm_metal.patches.mlx_patches import registry, seam
+from vllm_metal.patches.mlx_patches import registry
 
 HEAD = (
     "Module",
@@ -91,18 +90,16 @@ def of_transformers() -> dict[str, published.Published]:
 def small_model(module: str) -> Any:
     """Without weights that are computed."""
     own = plain.with_those_of_states() | {name: f for name, (f, _) in further.REFUSED.items()}
-    code = importlib.import_module(f"mlx_lm.models.{module}")
-    seam.install()
-    registry.install()
+    model_class, arguments = registry.classes({"model_type": module})
     if module in own:
         config = config_of(own[module])
         if module in _AS_PUBLISHED:
             config["text_config"] = config["text_config"] | _AS_PUBLISHED[module]
-        return code.Model(code.ModelArgs.from_dict(config))
+        return model_class(arguments.from_dict(config))
     family = of_transformers()[module]
     config = published.configuration(family).to_dict() | {"model_type": family.model_type}
-    read = published_config.as_read(config, module, code.ModelArgs)
-    return code.Model(code.ModelArgs.from_dict(config | read))
+    read = published_config.as_read(config, module, arguments)
+    return model_class(arguments.from_dict(config | read))
 
 
 def reference(module: str) -> str:
@@ -114,15 +111,12 @@ def reference(module: str) -> str:
 def row(module: str) -> Row:
     """Reads a module's small model."""
     judge = REAL.get(module, "small"), reference(module)
-    nothing = ("",) * 5
-    if module in NOT_BUILT:
-        return Row(module, (*nothing, "none", "none"), NOT_BUILT[module])
     model = small_model(module)
     try:
         layers = attention_layers(model, module)
     except NotImplementedError as refused:
         reason = str(refused).partition(repr(module))[2].strip()
-        return Row(module, (*nothing, *judge), reason)
+        return Row(module, (*("",) * 5, *judge), reason)
     states = any(layer.state_bytes for layer in layers)
     has_kv = any(isinstance(layer, AttentionLayer) for layer in layers)
     cells = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's modules, and what people type who serve a model of each; else why there is none."""
+"""mlx-lm's modules, and what people type who serve a model of each."""
 
 #: Parts that other modules share.
 HELPERS = frozenset(
@@ -10,8 +10,6 @@ HELPERS = frozenset(
 )
 #: Real weights that the tests load.
 REAL = {"llama": "SmolLM2-135M"}
-#: Modules that cannot be built here, and why.
-NOT_BUILT = {"olmo": "needs the package ai2-olmo; transformers' files of OLMo have other names"}
 #: Of the embedded text models, the module that transformers' published test model is read by.
 PUBLISHED_AS = {"minimax_m2": "minimax", "falcon_mamba": "mamba", "mistral": "llama"}
 
@@ -103,7 +101,7 @@ nanochat              nanochat-students/nanochat-d20
 nemotron-nas          nvidia/Llama-3_3-Nemotron-Super-49B-v1
 nemotron              nvidia/Minitron-4B-Base
 nemotron_h            nvidia/NVIDIA-Nemotron-Nano-9B-v2
-olmo                  allenai/OLMo-7B
+olmo                  allenai/OLMo-7B-hf
 olmo2                 allenai/OLMo-2-0425-1B-Instruct
 olmo3                 allenai/Olmo-3-7B-Instruct
 olmo_hybrid           allenai/Olmo-Hybrid-7B

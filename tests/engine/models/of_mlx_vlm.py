@@ -115,6 +115,38 @@ FAMILIES = {
                 "tie_word_embeddings": False,
             },
         ),
+        # Pairs of numbers, for text and images.
+        _family(
+            "ernie4_5_moe_vl",
+            "Ernie4_5_VLMoeForConditionalGeneration",
+            moe_num_experts=[5, 5],
+            moe_intermediate_size=[40, 24],
+            moe_k=2,
+            moe_num_shared_experts=1,
+            moe_layer_start_index=[1, 1],
+            moe_layer_end_index=[2, 3],
+            rope_theta=700.0,
+            rope_scaling={"type": "default", "mrope_section": [2, 2, 2]},
+            vision_config={"model_type": "DFNRope_vision_transformer"},
+        ),
+        Family(
+            "ernie4_5_vl_moe",
+            "Ernie4_5_VLMoeForConditionalGeneration",
+            {
+                "text_config": ODD
+                | {
+                    "model_type": "ernie4_5_vl_moe_text",
+                    "moe_num_experts": 5,
+                    "moe_intermediate_size": [40, 24],
+                    "moe_k": 2,
+                    "moe_num_shared_experts": 1,
+                    "moe_layer_start_index": 1,
+                    "moe_layer_end_index": 3,
+                    "mrope_section": [2, 2, 2],
+                },
+                "vision_config": {"model_type": "ernie4_5_vl_moe_vision"},
+            },
+        ),
         # Half of each head is rotated, beside sinks.
         _family(
             "falcon_ocr",

@@ -580,6 +580,29 @@ FAMILIES |= {
         },
         common=False,
     ),
+    # Experts of images beside those of text, and a layer without any.
+    "ernie4_5_vl_moe": Published(
+        "ernie4_5_vl_moe",
+        {
+            "text_config": _COMMON
+            | _rope(700.0, mrope_section=[2, 2, 2])
+            | {
+                "moe_intermediate_size": [40, 24],
+                "moe_k": 2,
+                "moe_num_experts": 5,
+                "moe_num_shared_experts": 1,
+                "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+            },
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_heads": 2,
+            },
+            "tie_word_embeddings": False,
+        },
+        common=False,
+    ),
     "glm_ocr": Published(
         "glm_ocr",
         {
@@ -729,6 +752,5 @@ def log_probabilities(model: Any, prompts: list[list[int]]) -> list[np.ndarray]:
 
 #: What transformers has and the engine refuses, with words of the reason.
 REFUSED: dict[str, tuple[Published, str]] = {
-    "olmo": (FAMILIES.pop("olmo"), "package that is not installed"),
     "minimax": (FAMILIES.pop("minimax"), "linear_attn_alpha_factor"),
 }

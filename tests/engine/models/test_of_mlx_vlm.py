@@ -64,6 +64,8 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
             },
             r"a different rope_type for sliding_attention",
         ),
+        ("ernie4_5_moe_vl", {"moe_gate_act": "sigmoid"}, r"moe_gate_act='sigmoid'"),
+        ("ernie4_5_moe_vl", {"use_bias": True}, r"use_bias=True"),
         ("glm_ocr", {"attention_bias": True}, r"attention_bias=True.*supports only False"),
         ("glm_ocr", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type"),
         ("mllama", {"hidden_act": "gelu"}, r"hidden_act='gelu'"),

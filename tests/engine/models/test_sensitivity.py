@@ -75,7 +75,9 @@ OF_FAMILY = {
         "granitemoehybrid:mamba_expand falcon_h1:mamba_d_head falcon_h1:mamba_d_ssm "
         "falcon_h1:mamba_n_heads jamba:attn_layer_period lfm2:full_attn_idxs "
         "gemma3n_text:intermediate_size gemma3n_text:num_hidden_layers "
-        "gemma4_text:num_hidden_layers gemma4_text:layer_types"
+        "gemma4_text:num_hidden_layers gemma4_text:layer_types "
+        "ernie4_5_vl_moe:hidden_size ernie4_5_vl_moe:num_attention_heads "
+        "ernie4_5_vl_moe:moe_intermediate_size"
     ),
     "transformers' class refuses or does not build it": _names(
         "dbrx:tie_word_embeddings laguna:moe_apply_router_weight_on_input "
@@ -83,6 +85,7 @@ OF_FAMILY = {
         "recurrent_gemma:rope_parameters.rope_type ministral3:rope_parameters.rope_type "
         "mistral4:rope_parameters.rope_type cohere_compass:pooling "
         "cohere_compass:rope_parameters.*.rope_type glm_ocr:rope_parameters.rope_type "
+        "ernie4_5_vl_moe:rope_parameters.rope_type ernie4_5_vl_moe:rope_parameters.mrope_section "
         "glm_ocr:rope_parameters.partial_rotary_factor glm_ocr:rope_parameters.mrope_section"
     ),
     "derived from other keys, or other keys say the same layer by layer": _names(
@@ -118,12 +121,15 @@ OF_FAMILY = {
         "nemotron_h:time_step_limit nemotron_h:tie_word_embeddings "
         "deepseek_v32:mlp_bias glm_moe_dsa:mlp_bias "
         "cohere_compass:rope_parameters.*.mrope_interleaved mllama:tie_word_embeddings "
+        "ernie4_5_vl_moe:tie_word_embeddings "
         "kimi_linear:tie_word_embeddings mamba2:time_step_rank gpt_bigcode:num_key_value_heads"
     ),
 }
 #: Patterns of `family:array` that change nothing, with the reason.
 ARRAYS: dict[str, str] = {
     "*:model.multi_modal_projector.*": "of images",
+    "ernie4_5_vl_moe:*.vision_moe.*": "of images",
+    "ernie4_5_vl_moe:model.resampler_model.*": "of images",
     "*:model.vision*": "of images",
     "*:model.visual.*": "of images",
     "mllama:model.language_model.layers.[02].*": "of layers that attend to images",

@@ -116,7 +116,7 @@ def test_mlx_lm_needs_the_patch(published, module):
     try:
         model = own_model(folder, module)
         found = [model(mx.array([prompt]))[0] for prompt in prompts]
-    except (ValueError, IndexError, TypeError):
+    except (ValueError, IndexError, TypeError, SystemExit):
         return  # it cannot read, or not run, what transformers wrote
     assert farthest(found, expected) > TOLERANCE
 

@@ -33,6 +33,7 @@ _LOCAL_PLAIN = frozenset(("gemma3_text", "gemma3n", "gear", "olmo3"))
 #: `initialize_rope`, which rejects types it does not know.
 _TYPES: Mapping[str, frozenset[str]] = {
     "deepseek": frozenset(("linear",)),
+    "ernie4_5_moe_vl": frozenset(),
     "gemma3n": frozenset(),
     "gpt_oss": frozenset(("linear", "llama3", "yarn")),
     "deepseek_v2": frozenset(("yarn",)),
@@ -49,7 +50,7 @@ _SCALED = frozenset(("deepseek_v2", "minicpm3"))
 #: scaled ones; see `ropes`.
 UNSCALED = names(
     "cohere cohere2 dots1 ernie4_5 ernie4_5_moe gemma gemma2 glm4_moe helium llama4_text mixtral "
-    "qwen2_moe qwen3_moe solar_open starcoder2"
+    "olmo qwen2_moe qwen3_moe solar_open starcoder2"
 )
 #: Keys for an activation's name.
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
@@ -66,11 +67,11 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
             "hunyuan hunyuan_v1_dense internlm2 internlm3 iquestloopcoder jamba kimi_linear "
             "kimi_vl Klear laguna lfm2 lfm2_moe lille-130m llama llama4 llama4_text longcat_flash "
             "longcat_flash_ngram mamba mamba2 mellum mimo mimo_v2 mimo_v2_flash minicpm minicpm3 "
-            "minimax ministral3 mistral4 mixtral nanbeige olmo2 olmo3 olmo_hybrid olmoe "
+            "minimax ministral3 mistral4 mixtral nanbeige olmo olmo2 olmo3 olmo_hybrid olmoe "
             "openelm phi3 phimoe plamo plamo2 plamo3 qwen qwen2 qwen2_moe qwen3 qwen3_5 qwen3_moe "
             "qwen3_next seed_oss smollm3 solar_open stablelm step3p5 step3p7 talkie "
             "telechat3 xing4_0 youtu_llm flint hrm_text k2_horizon kolibri1 mistral_large3 "
-            "cohere_compass glm_ocr hy_v4 mllama molmo2 youtu_vl"
+            "cohere_compass ernie4_5_moe_vl glm_ocr hy_v4 mllama molmo2 youtu_vl"
         ),
         _SILU,
     ),

@@ -174,6 +174,26 @@ def _last_layer_of_experts(config: Config) -> int | None:
     return config["num_hidden_layers"] - 1 if last == -1 else last
 
 
+def _ernie_vl_expert_layer(which: int) -> Callable[[Config], int | None]:
+    """Returns a row that gives the first (0) or last (-1) layer of experts."""
+
+    def layer(config: Config) -> int | None:
+        sparse = _sparse_layers(config)
+        if sparse is None:
+            is_stated = config.get("moe_layer_start_index") is not None
+            # transformers' default: all but the first.
+            return None if is_stated else (1, config["num_hidden_layers"] - 1)[which]
+        found = [index for index, each in enumerate(sparse) if each]
+        if not found or len(found) != found[-1] - found[0] + 1:
+            raise ModelLoadError(
+                "mlp_layer_types of config.json must have sparse layers, all one after another, "
+                "with mlx-vlm's module 'ernie4_5_moe_vl'"
+            )
+        return found[which]
+
+    return layer
+
+
 def _mamba_head_dim(config: Config) -> int | None:
     if config.get("mamba_d_head") != "auto":
         return config.get("mamba_d_head")
@@ -250,6 +270,11 @@ def _mllama_image_layers(config: Config) -> list[int]:
     return list(range(3, 40, 5)) if stated is None else list(stated)  # transformers' default
 
 
+def _both_mlp_widths(config: Config) -> int | None:
+    width = config.get("intermediate_size")  # of each of two projections in one array
+    return None if width is None else 2 * int(width)
+
+
 #: By module, settings that are fixed in transformers' class and therefore absent from its files.
 _CHOICES: Mapping[str, Mapping[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
@@ -302,6 +327,13 @@ _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "num_attention_heads": "n_heads",
         "num_key_value_heads": "n_kv_heads",
         "rms_norm_eps": "norm_eps",
+    },
+    "olmo": {
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "embedding_size": "vocab_size",
     },
     "qwen": {
         "hidden_size": "n_embd",
@@ -357,6 +389,8 @@ ROWS: Sequence[Row] = (
     Row("intermediate_size", _inkling_expert_width, ("inkling",), always=True),
     Row("dense_intermediate_size", _inkling_dense_width, ("inkling",)),
     Row("moe_layer_end_index", _last_layer_of_experts, ("ernie4_5_moe",), always=True),
+    Row("moe_layer_start_index", _ernie_vl_expert_layer(0), ("ernie4_5_moe_vl",)),
+    Row("moe_layer_end_index", _ernie_vl_expert_layer(-1), ("ernie4_5_moe_vl",)),
     Row("mamba_d_head", _mamba_head_dim, ("falcon_h1", "granitemoehybrid"), always=True),
     Row("rotary_dim", _rotated_width, ("minimax",)),
     # As transformers' MiMoV2FlashAttention has it.
@@ -383,6 +417,7 @@ ROWS: Sequence[Row] = (
     # transformers' class only clips these weights in training.
     Row("altup_coef_clip", _constant(NOTHING), ("gemma3n",), always=True),
     Row("cross_attention_layers", _mllama_image_layers, ("mllama",)),
+    Row("mlp_hidden_size", _both_mlp_widths, ("olmo",)),
     Row("attn_config", _dbrx_attention, ("dbrx",), always=True),
     Row("linear_attn_config", _kimi_linear_attention, ("kimi_linear",)),
     *(

@@ -58,6 +58,11 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "moe_use_aux_free": (True,),
         "use_bias": (False,),
     },
+    "ernie4_5_moe_vl": {
+        "moe_gate_act": ("softmax",),
+        "moe_use_aux_free": (True,),
+        "use_bias": (False,),
+    },
     "exaone_moe": {"scoring_func": ("sigmoid",)},
     "falcon_h1": {"mamba_use_mlp": (True,), "time_step_limit": ((0.0, math.inf),)},
     "falcon_ocr": _UNTIED,
@@ -193,6 +198,8 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "time_step_min": (AtMost(0.001),),
         "use_bias": (False,),
     },
+    # Files with d_model are of another package, with settings that nobody reads.
+    "olmo": {"attention_bias": (False,), "d_model": ()},
     "olmoe": {"clip_qkv": ()},
     "openelm": {"ffn_with_glu": (True,)},
     "phi": _UNTIED | {"qk_layernorm": (False,)},

@@ -110,6 +110,7 @@ _OF_STEPS = names("time_step_floor time_step_max time_step_min time_step_scale")
 OF_MODULE: Mapping[str, frozenset[str]] = {
     # Both transformers' class and the module read attn_config's kv_n_heads instead.
     "dbrx": names("num_key_value_heads"),
+    "ernie4_5_moe_vl": names("vision_config"),
     "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size is used
     "falcon_ocr": names(  # of images, and token ids
         "channel_size eos_id img_end_id img_id img_row_sep_id img_start_id spatial_patch_size "

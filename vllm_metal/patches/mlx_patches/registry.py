@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +32,7 @@ from vllm_metal.patches.mlx_patches.families import (
     moondream3,
     nanochat,
     norms,
+    olmo,
     plamo,
     positions,
     recurrent_gemma,
@@ -88,6 +90,7 @@ PATCHES: Patches = {
     "mamba2": (norms.epsilon("layer_norm_epsilon"),),
     "mistral3": (windows.caches_of_text,),
     "nanochat": (nanochat.nanochat,),
+    "olmo": (olmo.olmo,),
     "olmo_hybrid": (arrays.renamed(arrays.norms_of_olmo),),
     "pixtral": (windows.caches_of_text,),
     "phi3": (windows.of_all_layers("Phi3Model"),),
@@ -136,6 +139,15 @@ OF_MLX_VLM: Patches = {
     "cohere_compass.language": (cohere_compass.language,),
     "cohere2_moe.language": (layer_kinds.cohere2_moe,),
     "deepseek_v32.language": (experts.grouped(),),
+    "ernie4_5_moe_vl.config": (
+        text_models.text_of_its_own,
+        text_models.first_of_two(
+            *("moe_num_experts", "moe_intermediate_size"),
+            *("moe_layer_start_index", "moe_layer_end_index"),
+        ),
+    ),
+    "ernie4_5_moe_vl.ernie4_5_moe_vl": (arrays.converted(experts.of_text),),
+    "ernie4_5_moe_vl.language": (positions.ernie4_5_moe_vl,),
     "falcon_ocr.config": (text_models.text_of_its_own,),
     "falcon_ocr.falcon_ocr": (falcon_ocr.arrays,),
     "falcon_ocr.language": (falcon_ocr.language,),
@@ -176,7 +188,8 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
         return mlx_vlm_text.classes(row)
     config = {**config, "model_type": _model_type(config)}
     try:
-        _get_classes(config)
+        with _optional_found():
+            _get_classes(config)
     except SystemExit as error:  # raised by modules that miss a package
         raise ValueError(
             f"mlx-lm's module of model_type {config['model_type']!r} needs a package that is not "
@@ -184,6 +197,20 @@ def classes(config: dict[str, Any]) -> tuple[type, type]:
         ) from error
     install()
     return _get_classes(config)
+
+
+@contextmanager
+def _optional_found() -> Iterator[None]:
+    # mlx-lm's OLMo only looks whether this package is there, and exits without it.
+    name = "hf_olmo"
+    if importlib.util.find_spec(name) is not None:
+        yield
+        return
+    sys.modules[name] = ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def module_of(config: Mapping[str, Any], model: type) -> str:

@@ -112,7 +112,15 @@ def with_weights(model: Any, weights: Arrays) -> Arrays:
     """Drops arrays of LongCat-Flash's identity experts."""
     # transformers also reserves and writes rows for them (`LongcatFlashExperts`); mlx-lm's module
     # has no place for them.
-    count = model.args.n_routed_experts
+    return _first(weights, model.args.n_routed_experts)
+
+
+def of_text(model: Any, weights: Arrays) -> Arrays:
+    """Drops Ernie 4.5 VL's experts of images, which follow those of text."""
+    return _first(weights, model.args.moe_num_experts)
+
+
+def _first(weights: Arrays, count: int) -> Arrays:
     return {
         name: array
         for name, array in weights.items()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes YaRN, LongRoPE and GPT-BigCode's position embeddings as transformers does.
+"""Computes YaRN, LongRoPE, and positions of GPT-BigCode and Ernie 4.5 VL as transformers does.
 
 mlx-lm always rounds YaRN's range of rotated pairs outwards; gpt-oss was trained without rounding
 (`truncate`). It drops `attention_factor` (transformers' `_compute_yarn_parameters`). It only reads
@@ -17,10 +17,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models import rope_utils as module_of_ropes
 
-from vllm_metal.patches.mlx_patches.families.forwards import offset_of, through
-from vllm_metal.patches.mlx_patches.replacing import spread, wrap
+from vllm_metal.patches.mlx_patches.families.forwards import attend, heads, offset_of, through
+from vllm_metal.patches.mlx_patches.replacing import after_init, spread, wrap
 
 _NAME = "initialize_rope"
 _YARN = ("yarn", "deepseek_yarn")
@@ -120,3 +121,19 @@ def gpt_bigcode(module: ModuleType) -> None:
         return through(self.h, self.wte(inputs) + self.wpe(positions), cache, self.ln_f)
 
     module.GPTBigCodeModel.__call__ = forward
+
+
+def ernie4_5_moe_vl(module: ModuleType) -> None:
+    """Patches attention to rotate by one position per token: text has the same on all axes."""
+
+    def add_rope(layer: Any, args: Any) -> None:
+        layer.rope = nn.RoPE(layer.head_dim, traditional=True, base=args.rope_theta)
+
+    def attention(self: Any, x: mx.array, mask: Any = None, cache: Any = None, **_: Any) -> Any:
+        queries, keys, values = heads(self, x, self.head_dim)
+        offset = offset_of(cache)
+        queries, keys = (self.rope(each, offset=offset) for each in (queries, keys))
+        return attend(queries, keys, values, self.scale, cache, mask, self.o_proj)
+
+    after_init(module.Attention, add_rope)
+    module.Attention.__call__ = attention

@@ -81,6 +81,20 @@ def text_of_its_own(module: ModuleType) -> None:
     wrap(module.ModelConfig, "from_dict", nested)
 
 
+def first_of_two(*names: str) -> Callable[[ModuleType], None]:
+    """Returns a patch of a text configuration: of pairs for text and images, text's counts."""
+
+    def patch(module: ModuleType) -> None:
+        def choose(config: Any, *_: Any, **__: Any) -> None:
+            for name in names:
+                if isinstance(value := getattr(config, name), list):
+                    setattr(config, name, value[0])
+
+        after_init(module.TextConfig, choose)
+
+    return patch
+
+
 def added_tokens(name: str) -> Callable[[ModuleType], None]:
     """Returns a patch of an embedding in two arrays, for a vocabulary and for tokens added to it.
 
