@@ -20,7 +20,6 @@ import numpy as np
 import pytest
 from engine.models import doubles, matrix, of_mlx_vlm
 from engine.models.folders import NOT_TEXT, SAME_TEXT, SAME_TEXT_OF_MLX_LM, WITHOUT_ROW
-from engine.models.names import NOT_BUILT
 from engine.models.recurrent import draw, write_model
 from engine.models.test_executor import BLOCK, executor, new_request, of_states
 from mlx_lm.models.cache import make_prompt_cache

@@ -73,5 +73,5 @@ qwen3_moe: qwen3_vl_moe
 WITHOUT_ROW = _names("""
 keeps an indexer's keys beside K and V: deepseek_v4 glm5_next longcat_flash_sparse qwen4_exp
 feeds coordinates back that it reads from hidden states: falcon_perception
-rotates by one position for all texts of a step: jina_vlm
+names settings in nested blocks, and rotates all texts of a step by one position: jina_vlm
 """)
