@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from e2e.disk import LIMIT, pages
 from e2e.harness import counters, engine, free_blocks, run_out
-from engine.spec_decode import blocks
+from engine.spec_decode import assistants, blocks
 from engine.spec_decode.heads import CONFIG, HIDDEN, write_head, write_target
 from engine.spec_decode.hybrids import write_hybrid
 from engine.spec_decode.test_eagle import eagle3_shapes, layer_shapes
@@ -48,8 +48,8 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
         folder: gets them.
         for_kernels: with one head of 64 elements, which the kernels serve, in place of small ones,
             and FEW tokens. There are more then: "windowed", MTP with a window on every other layer;
-            "several", an MTP layer for each draft; "hybrid", MTP of a model with recurrent layers;
-            "hybrid, draft model" and "hybrid, dflash".
+            "several", an MTP layer for each draft; "assistant", Gemma 4's; "hybrid", MTP of a model
+            with recurrent layers; "hybrid, draft model" and "hybrid, dflash".
     """
     vocab = FEW if for_kernels else VOCAB
     small: dict[str, Any] = {"vocab_size": vocab}
@@ -114,6 +114,8 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
         model = write_mtp(folder / name, config | small, sized(shapes))
         toys[name] = Toy(str(model), common | {"method": "mtp"})
     if for_kernels:
+        model, drafter = assistants.write_pair(folder, vocab)
+        toys["assistant"] = Toy(str(model), common | {"method": "mtp", "model": str(drafter)})
         hybrid = str(write_hybrid(folder / "hybrid", "qwen3_next", **small))
         toys["hybrid"] = Toy(hybrid, common | {"method": "mtp"})
         toys["hybrid, draft model"] = Toy(hybrid, toys["draft_model"].speculation)

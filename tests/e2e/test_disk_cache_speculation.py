@@ -4,6 +4,7 @@
 import numpy as np
 import pytest
 from e2e.disk import ask, check_same, disk_engine, disk_hits
+from e2e.drafting import FEW, answer, draft_counts, drafting_engine, write_toys
 from e2e.fuzz.models import VOCAB
 from e2e.harness import counters, run_out, text_tokens
 from engine.spec_decode.fitted import FittedHeads
@@ -83,3 +84,21 @@ def test_a_head_with_a_cache(smollm2, fitted, tmp_path, method):
     check_acceptance(
         smollm2, tmp_path / "cache", prompts, fitted.speculation(method), 1, slack=4, **options
     )
+
+
+def test_engines_with_and_without_an_assistant_share_pages(tmp_path):
+    """Gemma 4's assistant has no K/V of its own, and so drafts behind a prefix of any engine."""
+    toy = write_toys(tmp_path, for_kernels=True)["assistant"]
+    prompt, found = [(7 * i * i + 3 + i // 5) % FEW for i in range(70)], []
+    for role, speculation in (
+        ("kv_producer", toy.speculation),
+        ("kv_both", toy.speculation),
+        ("kv_both", None),
+    ):
+        options = {"role": role, "speculative_config": speculation}
+        with drafting_engine(toy, tmp_path / "pages", **options) as llm:
+            found.append(answer(llm, [prompt], 30))
+            assert disk_hits(llm) == (0 if role == "kv_producer" else 64)
+            drafts = role == "kv_both" and speculation is not None
+            assert (draft_counts(llm)[0] > 0) == drafts
+    assert found[0] == found[1] == found[2]

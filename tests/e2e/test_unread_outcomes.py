@@ -22,7 +22,8 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_metal.engine.worker.model_runner import ModelRunner
 
-TOYS = (*METHODS, "windowed", "several", "hybrid", "hybrid, draft model", "hybrid, dflash")
+HYBRIDS = ("hybrid", "hybrid, draft model", "hybrid, dflash")
+TOYS = (*METHODS, "windowed", "several", "assistant", *HYBRIDS)
 MARKS = {"draft_model": (), "hybrid": pytest.mark.more, "several": pytest.mark.more}
 
 

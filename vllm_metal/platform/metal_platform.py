@@ -31,7 +31,7 @@ from vllm_metal.engine.distributed import groups  # noqa: E402
 from vllm_metal.engine.pooling.encoders import served as encoders  # noqa: E402
 from vllm_metal.engine.pooling.encoders.refusals import fit_positions  # noqa: E402
 from vllm_metal.engine.spec_decode import checkpoint  # noqa: E402
-from vllm_metal.engine.spec_decode.registry import propose_nothing  # noqa: E402
+from vllm_metal.engine.spec_decode.registry import keep_last_blocks, propose_nothing  # noqa: E402
 from vllm_metal.engine.weights import folders  # noqa: E402
 from vllm_metal.identity import rank_facts  # noqa: E402
 from vllm_metal.kv_transfer.config import complete_kv_transfer, metric_types_of  # noqa: E402
@@ -303,6 +303,7 @@ class MetalPlatform(Platform):
         cache.cache_dtype = cast("CacheDType", cache_dtypes.canonical(cache.cache_dtype))
         complete_kv_transfer(vllm_config)
         propose_nothing(vllm_config)
+        keep_last_blocks(vllm_config)
         cls.change_schedulers()
         if vllm_config.lora_config is not None:
             from vllm_metal.engine.lora.versions import Versions

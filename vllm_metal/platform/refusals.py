@@ -21,6 +21,7 @@ from vllm_metal.engine.spec_decode import block_config, checkpoint
 from vllm_metal.engine.spec_decode.registry import (
     BY_NAME,
     SPECULATIVE_METHODS,
+    architectures_of,
     drafts_for_others,
 )
 from vllm_metal.kv_transfer.config import CONNECTOR, CONNECTOR_MODULE, is_enabled
@@ -188,11 +189,10 @@ def _speculation_refusals(config: VllmConfig) -> dict[str, bool]:
         choices = ", ".join(SPECULATIVE_METHODS)
         return {f"{option}method {speculation.method!r} (choose one of {choices})": True}
     (architecture, *_) = getattr(speculation.draft_model_config, "architectures", None) or ("",)
+    served = architectures_of(method.names[0])
     return checkpoint.refusals(config) | {
         f"{option}method {speculation.method!r} with {architecture} (served are "
-        f"{', '.join(method.architectures)})": (
-            bool(method.architectures) and architecture not in method.architectures
-        ),
+        f"{', '.join(served)})": bool(served) and architecture not in served,
         f"{option}rejection_sample_method {speculation.rejection_sample_method!r} (only the "
         "lossless 'standard')": speculation.rejection_sample_method != "standard",
         f"{option}draft_sample_method {speculation.draft_sample_method!r} (drafts are the most "

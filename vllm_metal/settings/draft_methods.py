@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 #: Methods whose network keeps its own K/V, in the same blocks as the target's.
 KEEPING_KV = frozenset(("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"))
+#: Architectures, as vLLM names them, whose network reads the target's K/V instead.
+READING_KV = frozenset(("Gemma4MTPModel",))
 
 #: Setting that turns off default drafts, for messages.
 OFF_SWITCH = """--additional-config '{"drafts": "off"}'"""
@@ -39,6 +41,9 @@ def are_default(config: VllmConfig) -> bool:
 
 
 def keeps_kv(config: VllmConfig) -> bool:
-    """Whether the configured method, if any, keeps K/V of its own."""
+    """Whether the configured draft network, if any, keeps K/V of its own."""
     speculation = config.speculative_config
-    return speculation is not None and speculation.method in KEEPING_KV
+    if speculation is None or speculation.method not in KEEPING_KV:
+        return False
+    draft = getattr(speculation, "draft_model_config", None)
+    return READING_KV.isdisjoint(getattr(draft, "architectures", None) or ())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cli.fit.models import read, settings
-from engine.spec_decode import blocks
+from engine.spec_decode import assistants, blocks
 from engine.spec_decode.heads import engine_config, write_head, write_target
 from engine.spec_decode.hybrids import write_hybrid
 from engine.spec_decode.splitter import split
@@ -71,6 +71,23 @@ def test_weights_and_pool_are_an_engines(folders, bits):
 
 
 @pytest.mark.more
+def test_weights_of_an_assistant_are_an_engines(tmp_path):
+    target, head = assistants.write_pair(tmp_path, 128)
+    config = engine_config(target, head, "mtp")
+    model = loader.load(config)
+    network = load_network(config, ModelParts(model))
+    shared = {id(array) for _, array in tree_flatten(model.parameters())}
+    held = [array for _, array in tree_flatten(network.head.parameters())]
+    found = Drafter.read(head, FLOAT, None, None)
+    assert found.weights == sum(array.nbytes for array in held if id(array) not in shared) > 0
+    assert (found.method, found.num_drafts) == ("mtp", 3)
+    alone = read(target, FLOAT)
+    beside = found.add_to(alone)
+    assert beside.all_layers == alone.all_layers and beside.draft_weights == found.weights
+    with pytest.raises(ValueError, match=r"--draft-quantization 4 is not supported with Gemma 4"):
+        Drafter.read(head, FLOAT, 4, None)
+
+
 def test_the_peak_of_a_step_that_writes_a_drafters_context(folders):
     target, drafter = folders
     options = engine_config(target, drafter, "dflash")

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from engine.batch.test_requests import new_request
-from engine.spec_decode import blocks
+from engine.spec_decode import assistants, blocks
 from engine.spec_decode.heads import CONFIG, HIDDEN, MAX_LEN, VOCAB, write_target
 from engine.spec_decode.page import BEGIN, END, PAGE, methods_table, renew_table
 from vllm import SamplingParams
@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.sched.output import NewRequestData
 
 from vllm_metal.engine.batch.requests import BlockTables, Requests
+from vllm_metal.engine.spec_decode.assistant import AssistantNetwork
 from vllm_metal.engine.spec_decode.network import DraftNetwork
 from vllm_metal.engine.spec_decode.proposer import Proposer, TextProposer
 from vllm_metal.engine.spec_decode.registry import (
@@ -27,7 +28,9 @@ from vllm_metal.engine.spec_decode.registry import (
     SPECULATIVE_METHODS,
     load_network,
     make_speculator,
+    method_of,
 )
+from vllm_metal.settings.draft_methods import keeps_kv
 
 GLM = CONFIG | {
     "architectures": ["Glm4MoeForCausalLM"],
@@ -133,6 +136,28 @@ def test_an_architecture_that_is_not_served_is_named(target, tmp_path, name, cha
         ValueError, match=rf"method '{name}' with {family}\w* \(served are {served}"
     ):
         configure(target, {"method": name, "model": draft})
+
+
+def test_an_assistant_has_a_row_of_its_own_and_keeps_no_kv(tmp_path):
+    """Its prefix hits include their last block, of which an MTP layer's K/V may be wrong."""
+    target = write_target(tmp_path / "target", assistants.TARGET)
+    draft = checkpoint(tmp_path / "draft", assistants.CONFIG)
+    config = configure(target, {"method": "mtp", "model": draft})
+    row = method_of(config)
+    assert row.load() is AssistantNetwork and row is not BY_NAME["mtp"]
+    assert not keeps_kv(config) and config.scheduler_config.async_scheduling
+    assert not config.speculative_config.use_eagle_block_drop()
+    transfer = KVTransferConfig(
+        kv_connector="MetalKVConnector",
+        kv_role="kv_producer",
+        kv_connector_extra_config={"path": str(tmp_path / "cache")},
+    )
+    config = configure(target, {"method": "mtp", "model": draft}, kv_transfer_config=transfer)
+    assert config.speculative_config is None
+    model = checkpoint(tmp_path / "glm", GLM)
+    config = configure(model, {"method": "mtp", "model": model})
+    assert method_of(config) is BY_NAME["mtp"] and keeps_kv(config)
+    assert config.speculative_config.use_eagle_block_drop()
 
 
 def test_a_method_without_a_row_is_refused_by_name(target):

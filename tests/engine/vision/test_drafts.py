@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draft networks beside images: tokens stay, and drafts are those of outside references."""
 
+import json
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -11,9 +12,10 @@ from e2e.harness import counters
 from e2e.test_lora import named
 from e2e.test_lora_images import TEXT, adapted
 from engine.models.cases import cases
+from engine.spec_decode import assistants
 from engine.spec_decode.heads import CONFIG, TIE, write_head, write_target
 from engine.spec_decode.image_drafts import CASES, Drafting, Target, write
-from engine.vision.checkpoints import HIDDEN
+from engine.vision.checkpoints import FAMILIES, HEAD_DIM, HIDDEN
 from engine.vision.drafting import CLOSE, answers, asked, judge_of, noting, serving
 
 from vllm_metal.engine.spec_decode.block_attention import BlockAttention
@@ -176,6 +178,34 @@ def test_networks_that_read_no_image(method, tmp_path, monkeypatch):
     with_images = [text for text, _ in noted.drafts if text[: len(text_alone)] != text_alone]
     assert len(noted.drafts) > len(with_images)
     assert (len(with_images) > 0) == (method == "medusa")
+
+
+@pytest.mark.more
+def test_an_assistant_drafts_for_requests_with_images(tmp_path, monkeypatch):
+    """Gemma 4's, which reads K/V of the images' tokens, too."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    family = FAMILIES["gemma4"]
+    family.write(tmp_path / "target", few=True)
+    text = json.loads((tmp_path / "target" / "config.json").read_text())["text_config"]
+    keys = "head_dim", "num_key_value_heads", "sliding_window", "vocab_size", "rope_parameters"
+    layers = assistants.CONFIG["text_config"] | {key: text[key] for key in keys}
+    layers |= {"attention_k_eq_v": False, "global_head_dim": 2 * HEAD_DIM}
+    config = assistants.CONFIG | {"backbone_hidden_size": HIDDEN, "text_config": layers}
+    shapes = assistants.shapes(vocab=text["vocab_size"], size=HEAD_DIM, hidden=HIDDEN)
+    arrays = shapes, assistants.SCALARS, config
+    folder = write_head(tmp_path / "assistant", *arrays, "model.safetensors")
+    speculation = {"method": "mtp", "model": str(folder), "num_speculative_tokens": 3}
+    drafting = Drafting(family, tmp_path / "target", speculation)
+    prompts, whole = asked(family), {"max_num_batched_tokens": 256}
+    with serving(drafting, speculates=False, **whole) as llm:
+        expected, _ = answers(llm, prompts)
+    with noting() as noted, serving(drafting, **whole) as llm:
+        noted.drafts = []
+        assert answers(llm, prompts)[0] == expected
+        num_drafts, num_accepted = draft_counts(llm)
+    assert 0 < num_accepted < num_drafts
+    text_alone, _ = expected[2]
+    assert any(text[: len(text_alone)] != text_alone for text, _ in noted.drafts)
 
 
 @pytest.mark.parametrize("case", cases(KERNELS[:2], more=["qwen3_vl, eagle3"]))

@@ -2,16 +2,18 @@
 """Estimates a drafter's memory beside a model: weights, K/V, and a block drafter's context writes.
 
 Passes of drafters are not counted: over blocks they have fewer rows than the step that verifies
-their drafts, and an MTP layer's over a prompt take no more than a layer of the model.
+their drafts, an assistant's have one, and an MTP layer's over a prompt take no more than a layer of
+the model.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import torch
@@ -22,7 +24,14 @@ from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
 from vllm_metal.engine.models.loader import weight_bytes
 from vllm_metal.engine.models.mtp_families import ENDS, MTP_FAMILIES
 from vllm_metal.engine.models.mtp_weights import mtp_weights
-from vllm_metal.engine.spec_decode import block_config, mtp_folders, packed_network
+from vllm_metal.engine.spec_decode import (
+    assistant_config,
+    block_config,
+    mtp_folders,
+    packed_network,
+)
+from vllm_metal.engine.spec_decode.assistant import Assistant
+from vllm_metal.engine.spec_decode.assistant_config import AssistantConfig
 from vllm_metal.engine.spec_decode.block_config import BlockConfig
 from vllm_metal.engine.spec_decode.block_drafter import (
     BlockDrafter,
@@ -41,12 +50,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafter:
-    """A block drafter whose network is built, but whose weights are not loaded."""
+    """A block drafter or an assistant, whose weights are not loaded."""
 
     method: str  # of --speculative-config
     weights: int  # bytes, as the engine will hold them
     num_drafts: int
-    network: BlockDrafter
+    network: BlockDrafter | None  # built; None: an assistant, which keeps no K/V
 
     @staticmethod
     def read(folder: Path, dtype: torch.dtype, bits: int | None, count: int | None) -> Drafter:
@@ -59,15 +68,18 @@ class Drafter:
             count: num_speculative_tokens; None: the default.
 
         Raises:
-            ValueError: the model is no block drafter, or drafts fewer tokens than `count`.
+            ValueError: the model is no such drafter, drafts fewer tokens than `count`, or is an
+                assistant and has `bits`.
             ModelLoadError: config.json has keys that are not supported.
         """
         content = json.loads((folder / "config.json").read_text())
+        if content.get("model_type") in assistant_config.MODEL_TYPES:
+            return _assistant(folder, content, MLX_DTYPES[dtype], bits, count)
         architecture = block_config.architecture_of(content)
         if (kind := block_config.KINDS.get(architecture)) is None:
             raise ValueError(
                 f"--draft-model of architecture {architecture} is not supported: choose one of "
-                f"{', '.join(block_config.KINDS)}"
+                f"{', '.join(block_config.KINDS)}, or Gemma 4's assistant"
             )
         shape = BlockConfig.of(content, content, architecture)
         most = block_config.most_drafts(content, kind.method) or block_config.DEFAULT_DRAFTS
@@ -76,7 +88,7 @@ class Drafter:
         computed = mx.float32 if dtype == torch.float32 else mx.bfloat16
         network = BlockDrafter(shape, computed, MLX_DTYPES[dtype])
         network.set_dtype(computed)
-        weights = _stored(folder, computed, bool(content.get("quantization")))
+        weights = _stored(folder, computed, is_left_out)
         if bits is not None:
             before = _nbytes(network)
             packed_network.pack(network.network, bits)
@@ -89,6 +101,8 @@ class Drafter:
 
         Raises NotImplementedError: the model lacks layers whose hidden states the drafter reads.
         """
+        if self.network is None:
+            return replace(model, draft_weights=self.weights)
         join_target(self.network, model.parts)
         # The recorder of forwards takes the model's parameters for weights.
         model.parts.model.draft = self.network
@@ -151,12 +165,28 @@ class MTPDrafter:
         return replace(model, draft_weights=weights, guests=layers)
 
 
-def _stored(folder: Path, dtype: mx.Dtype, packed: bool) -> int:
+def _assistant(
+    folder: Path, content: Mapping[str, Any], dtype: mx.Dtype, bits: int | None, count: int | None
+) -> Drafter:
+    if bits is not None:
+        raise ValueError(
+            f"--draft-quantization {bits} is not supported with Gemma 4's assistant: most of its "
+            "weights are its embedding. Choose a quantized folder"
+        )
+    head = Assistant(AssistantConfig.of(content))
+    weights = _stored(folder, dtype, head.leaves_out)
+    return Drafter("mtp", weights, count or default_mtp_drafts(content), None)
+
+
+def _stored(folder: Path, dtype: mx.Dtype, leaves_out: Callable[[str], bool]) -> int:
     """Returns the bytes of the arrays to load; unpacked ones count in the drafter's dtype."""
     total = 0
     for name, array in stored_arrays(folder):
-        if not is_left_out(name):
-            whole = array.dtype in (mx.uint32, mx.uint8, mx.int32, mx.int64)
+        if not leaves_out(name):
+            if array.dtype == mx.int64:  # loaded as int32
+                total += array.size * mx.int32.size
+                continue
+            whole = array.dtype in (mx.uint32, mx.uint8, mx.int32)
             total += array.nbytes if whole else array.size * dtype.size
     return total
 

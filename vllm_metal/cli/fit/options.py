@@ -66,9 +66,9 @@ def _add_served(served: argparse._ArgumentGroup) -> None:
     served.add_argument(
         "--draft-model",
         metavar="MODEL",
-        help="block drafter of --speculative-config (method dflash or dspark): its weights and "
-        "K/V are counted, those of other draft networks are not; default: the MTP layer of a model "
-        "on this disk",
+        help="block drafter of --speculative-config (method dflash or dspark) or Gemma 4's "
+        "assistant: its weights and K/V are counted, those of other draft networks are not; "
+        "default: the MTP layer of a model on this disk",
     )
     served.add_argument(
         "--draft-quantization",

@@ -127,7 +127,8 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
         and not any(any(folder.glob(kind)) for kind in WEIGHTS)
     }
     if "mtp" in method.names:
-        found |= _of_another(draft, config.model_config)
+        check = _of_another if method.keeps_kv else _of_assistant
+        found |= check(draft, config.model_config)
     if method.hidden_size_keys:
         given = draft.hf_config.to_dict()
         size = next((given[key] for key in method.hidden_size_keys if given.get(key)), None)
@@ -176,6 +177,25 @@ def _of_another(draft: ModelConfig, target: ModelConfig) -> dict[str, bool]:
         ),
         f"{named}(made for hidden states of size {sizes[0]}, but those of {target.model!r} are of "
         f"{sizes[1]}: {remedy})": sizes[0] != sizes[1],
+        f"{named}(made for a vocabulary of {tokens[0]}, but that of {target.model!r} has "
+        f"{tokens[1]}: {remedy})": tokens[0] != tokens[1],
+    }
+
+
+def _of_assistant(draft: ModelConfig, target: ModelConfig) -> dict[str, bool]:
+    from vllm_metal.engine.spec_decode import assistant_config  # reads it with MLX
+
+    if content := published(Path(draft.model)):
+        try:
+            assistant_config.AssistantConfig.of(content)
+        except ModelLoadError as error:
+            raise ValueError(str(error)) from error
+    kind, tokens = target.hf_config.model_type, (draft.get_vocab_size(), target.get_vocab_size())
+    named, remedy = f"{_OPTION} model {draft.model!r} ", "choose another drafter"
+    return {
+        f"{named}(Gemma 4's assistant with a model of type {kind}: {remedy})": (
+            kind not in assistant_config.TARGET_TYPES
+        ),
         f"{named}(made for a vocabulary of {tokens[0]}, but that of {target.model!r} has "
         f"{tokens[1]}: {remedy})": tokens[0] != tokens[1],
     }

@@ -40,6 +40,8 @@ class DraftNetwork(ABC):
     layers: Sequence[StatefulLayer]  # its share of the KV cache; may be empty
     #: Those whose K/V the target's forward writes, in the order of its last caches.
     context_layers: Sequence[StatefulLayer] = ()
+    #: The target's layers, as the network attends to the K/V that only the target writes.
+    reading_layers: Sequence[StatefulLayer] = ()
 
     def read_images(self, images: ImageColumn) -> None:  # noqa: B027 - most read hidden states alone
         """Makes the network read the target's images; called before the pool exists.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -157,6 +157,9 @@ class HeadPasses(PassNetwork):
 class HeadProposer(PagedProposer):
     """Drafts first from the target's hidden states, then from the head's own."""
 
+    #: Whether the head has K/V to write of all tokens, those of prompts included.
+    writes_kv: ClassVar[bool] = True
+
     def __init__(
         self,
         head: Head,
@@ -211,7 +214,8 @@ class HeadProposer(PagedProposer):
         limits = request.limits_within(self._num_drafts)
         limits[~usable | (ends < most_tokens - 1)] = 0
         written = np.array([self._written.get(req_idx, 0) for req_idx in req_indices])
-        here = np.flatnonzero(usable & ((limits > 0) | (written < ends)))
+        unwritten = (written < ends) & self.writes_kv
+        here = np.flatnonzero(usable & ((limits > 0) | unwritten))
         token_ids = mx.zeros((len(req_indices), self._num_drafts), mx.int32)
         if len(here):
             of_here = request.select(here)

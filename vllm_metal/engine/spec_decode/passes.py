@@ -30,6 +30,7 @@ class PassInputs:
     wanted: mx.array | None  # [N] int32, rows whose next tokens are wanted; None: all
     embeddings: mx.array | None = None  # [T, H], in place of those of `input_ids`
     extras: tuple[tuple[str, mx.array], ...] = ()  # see ForwardInputs
+    count: int = 1  # drafts of each request, for networks that make several in a pass
 
 
 class PassNetwork(ABC):
@@ -92,7 +93,11 @@ class Passes:
         self._forward = CompiledForward(self._build, *placed)
 
     def first(
-        self, rows: Rows, hidden: mx.array | None, embeddings: mx.array | None = None
+        self,
+        rows: Rows,
+        hidden: mx.array | None,
+        embeddings: mx.array | None = None,
+        count: int = 1,
     ) -> tuple[mx.array, mx.array | None]:
         """Submits one pass with any number of tokens per request.
 
@@ -100,12 +105,13 @@ class Passes:
             rows: T tokens; the next token is predicted after N of them.
             hidden: [T, ...] hidden states; None for networks that read only tokens.
             embeddings: [T, H], replace the tokens' own embeddings.
+            count: see PassInputs.
 
         Returns:
             [N] int32 predicted tokens, and [N, ...] hidden states if the next pass reads any.
         """
         self._paged.begin_step()
-        found = self._pass(rows, rows.input_ids, hidden, None, embeddings)
+        found = self._pass(rows, rows.input_ids, hidden, None, embeddings, count)
         self._submit(found)
         return _parted(found)
 
@@ -135,9 +141,11 @@ class Passes:
         hidden: mx.array | None,
         earlier: EarlierSlots | None,
         embeddings: mx.array | None = None,
+        count: int = 1,
     ) -> list[mx.array]:
         plans = self._paged.plans(rows, self._tables, earlier)
-        inputs = PassInputs(input_ids, rows.positions, hidden, rows.logits_indices, embeddings)
+        given = input_ids, rows.positions, hidden, rows.logits_indices, embeddings
+        inputs = PassInputs(*given, count=count)
         placed = self._network.placed(inputs, rows)
         return self._forward(placed, plans, len(rows.positions_np))
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
 from vllm_metal.engine.spec_decode.block_config import KINDS
-from vllm_metal.settings.draft_methods import KEEPING_KV
+from vllm_metal.settings import draft_methods
+from vllm_metal.settings.draft_methods import KEEPING_KV, READING_KV
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -50,7 +51,8 @@ class Method:
     @property
     def keeps_kv(self) -> bool:
         """Whether the draft network keeps K/V of its own, in the same blocks as the target's."""
-        return not KEEPING_KV.isdisjoint(self.names)
+        keeping = not KEEPING_KV.isdisjoint(self.names)
+        return keeping and READING_KV.isdisjoint(self.architectures)
 
     @property
     def needs_model(self) -> bool:
@@ -139,14 +141,32 @@ METHODS = (
         architectures=tuple(MTP_FAMILIES),
         looks_up=True,
     ),
+    Method(
+        ("mtp",),
+        "assistant:AssistantNetwork",
+        "Gemma 4's assistant, which reads the model's own KV and keeps none",
+        "`model`",
+        has_network=True,
+        architectures=tuple(READING_KV),
+        hidden_size_keys=("backbone_hidden_size",),
+        looks_up=True,
+    ),
 )
-BY_NAME: Mapping[str, Method] = {name: method for method in METHODS for name in method.names}
 #: What `method` in --speculative-config may be.
-SPECULATIVE_METHODS = tuple(BY_NAME)
+SPECULATIVE_METHODS = tuple(dict.fromkeys(name for method in METHODS for name in method.names))
+#: The first row of each method.
+BY_NAME: Mapping[str, Method] = {
+    name: next(method for method in METHODS if name in method.names) for name in SPECULATIVE_METHODS
+}
+
+
+def architectures_of(name: str) -> tuple[str, ...]:
+    """Architectures of draft checkpoints that a method is served with; empty: see Method."""
+    return tuple(each for row in METHODS if name in row.names for each in row.architectures)
 
 
 def method_of(config: VllmConfig) -> Method | None:
-    """The configured method's row of the table; None without speculation.
+    """The row of the configured method and draft checkpoint; None without speculation.
 
     Raises:
         ValueError: the method is unknown.
@@ -154,13 +174,15 @@ def method_of(config: VllmConfig) -> Method | None:
     speculation = config.speculative_config
     if speculation is None:
         return None
-    method = BY_NAME.get(speculation.method or "")
-    if method is None:
+    rows = [method for method in METHODS if speculation.method in method.names]
+    if not rows:
         raise ValueError(
             f"--speculative-config method {speculation.method!r} is not supported: choose one of "
             f"{', '.join(SPECULATIVE_METHODS)}"
         )
-    return method
+    draft = getattr(speculation, "draft_model_config", None)
+    names = set(getattr(draft, "architectures", None) or ())
+    return next((row for row in rows if not names.isdisjoint(row.architectures)), rows[0])
 
 
 def drafts_for_others(config: VllmConfig) -> bool:
@@ -182,6 +204,12 @@ def propose_nothing(config: VllmConfig) -> None:
         speculation.num_speculative_tokens_per_batch_size = None  # numbers up to that one
     else:
         config.speculative_config = None
+
+
+def keep_last_blocks(config: VllmConfig) -> None:
+    """Makes prefix hits include their last block if no draft K/V in it depend on the next token."""
+    if config.speculative_config is not None and not draft_methods.keeps_kv(config):
+        config.speculative_config.disable_eagle_block_drop = True
 
 
 def load_network(

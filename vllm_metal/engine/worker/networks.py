@@ -144,6 +144,11 @@ class Networks:
         """Layers of all ranks, from which each rank derives the same KV cache groups and blocks."""
         return [*self.all_layers, *self.elsewhere]
 
+    @property
+    def layers_with_kernels(self) -> list[StatefulLayer]:
+        """Layers of all ranks, and the target's as a draft network that only reads them attends."""
+        return [*self.layers_of_all_ranks, *(self.draft.reading_layers if self.draft else ())]
+
     def image_bytes(self, config: VllmConfig) -> int:
         """Measured bytes that images take besides weights and pool; 0 if none are served."""
         if self.encoder is None:

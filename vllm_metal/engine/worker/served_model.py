@@ -108,7 +108,7 @@ class ServedModel:
         self._choose_block_size()
         self.backend = choice.kv_backend(
             self._device,
-            self.networks.layers_of_all_ranks,
+            self.networks.layers_with_kernels,
             dtype,
             self._pool_dtype,
             self._block_size,
@@ -281,7 +281,7 @@ class ServedModel:
     def compile_kernels(self) -> None:
         warm_up.compile_kernels(
             self.backend,
-            self.networks.all_layers,
+            self.networks.layers_with_kernels,
             loader.mlx_dtype(self._config),
             self._pool_dtype,
             self._block_size,
