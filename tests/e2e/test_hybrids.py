@@ -249,14 +249,14 @@ def disk_options(folder):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize(
-    "family",
-    [further.FAMILIES["glm_moe_dsa"], of_mlx_vlm.FAMILIES["hy_v4"]],
-    ids=lambda family: family.module,
-)
-def test_index_keys_leave_the_pool_with_the_latents(family, tmp_path):
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "hy_v4", "minimax_m3_vl"])
+def test_index_keys_leave_the_pool_with_the_latents_or_kv(name, tmp_path):
     """They come back from a disk, and reach an engine that decodes what another one computed."""
-    model = write_model(family, tmp_path / "model", drawn=True)
+    drawn = further.FAMILIES | of_mlx_vlm.FAMILIES
+    if name in drawn:
+        model = write_model(drawn[name], tmp_path / "model", drawn=True)
+    else:
+        model = published.write(published.make(published.FAMILIES[name]), tmp_path / "model")
     dense, prompts = Dense(model), prompts_of(8)
     for start in range(2):
         with hybrid_engine(model, **disk_options(tmp_path / "disk")) as llm:
@@ -360,8 +360,9 @@ def test_engines_in_processes_of_their_own_prefill_and_decode(folders, name, blo
     prefill_and_decode(folders[name], block_size or (32 if name == "mamba2" else None))
 
 
-#: Families that mlx-lm divides by heads: one with states, one whose index keys each rank has.
-BY_HEADS = {"qwen3_5_text": {"num_key_value_heads": 2}, "deepseek_v32": {}}
+#: Families that mlx-lm divides by heads: one with states, two whose index keys each rank has. Of
+#: MiniMax M3's indexer, a rank has the heads that choose for its K/V heads.
+BY_HEADS = {"qwen3_5_text": {"num_key_value_heads": 2}, "deepseek_v32": {}, "minimax_m3_vl": {}}
 
 
 @pytest.mark.usefixtures("spawned")

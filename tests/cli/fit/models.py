@@ -66,6 +66,24 @@ CONVOLUTIONS = {
 }
 LATENTS = MLA | ROUTED | {"moe_intermediate_size": 64, "head_dim": None}
 INDEXER = {"index_n_heads": 4, "index_head_dim": 128, "index_topk": 64}
+BLOCKS = {
+    "head_dim": 128,
+    "partial_rotary_factor": 0.5,
+    "rope_parameters": None,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "dense_intermediate_size": 320,
+    "shared_intermediate_size": 64,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "sparse_attention_config": {
+        "sparse_attention_freq": [0, 1, 1],
+        "sparse_block_size": 16,
+        "sparse_index_dim": 128,
+        "sparse_local_block": 1,
+        "sparse_num_index_heads": 2,
+        "sparse_topk_blocks": 4,
+    },
+}
 OF_KERNELS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # as kernels want it
 TWO_SIZES = {
     "num_hidden_layers": 4,
@@ -107,6 +125,11 @@ OTHERS = {
     "qwen3_next, states": ("qwen3_next", GROUPED | STATES | {"num_experts": 0}, None),
     "deepseek_v3, latents": ("deepseek_v3", LATENTS, None),
     "deepseek_v32, index keys": ("deepseek_v32", LATENTS | INDEXER | OF_KERNELS, None),
+    "minimax_m3, index keys": (
+        "minimax_m3_vl",
+        GROUPED | {"head_dim": 128, "text_config": BASE | GROUPED | BLOCKS},
+        None,
+    ),
     "gemma4, heads of two sizes": ("gemma4_text", GROUPED | TIED | TWO_SIZES, None),
     "gemma4, per layer": ("gemma4_text", GROUPED | TIED | PER_LAYER, None),
     "gemma4, per layer, 4 bits": ("gemma4_text", GROUPED | TIED | PER_LAYER, 4),
@@ -124,6 +147,7 @@ ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
+    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
     "starcoder2": "Starcoder2ForCausalLM",
 }
 #: A checkpoint may hold more than is loaded: this the families above drop.

@@ -111,6 +111,7 @@ def test_the_dtype_on_a_mac(content, dtype):
         ("qwen3_next, states", "fp8", 5),
         pytest.param("deepseek_v3, latents", "auto", 0, marks=pytest.mark.slow),
         pytest.param("deepseek_v32, index keys", "fp8", 0, marks=pytest.mark.more),
+        pytest.param("minimax_m3, index keys", "fp8", 0, marks=pytest.mark.more),
         pytest.param("qwen3_next, states", "auto", 0, marks=pytest.mark.slow),
     ],
 )

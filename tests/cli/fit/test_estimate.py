@@ -93,9 +93,16 @@ def test_bytes_of_a_token_are_those_of_the_formula(folder, name):
         assert found.token_bytes == token_bytes(name, *row)
 
 
-def test_sparse_attention_is_estimated_without_a_mac(folder):
-    """A Mac's kernels serve it: a step's chosen latents and scores are known without them."""
-    path = folder("deepseek_v32, index keys")
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("deepseek_v32, index keys", 3 * (512 + 64 + 128)),
+        ("minimax_m3, index keys", 3 * 2 * 2 * 128 + 2 * 128),
+    ],
+)
+def test_sparse_attention_is_estimated_without_a_mac(folder, name, row):
+    """A Mac's kernels serve it: a step's chosen rows and scores are known without them."""
+    path = folder(name)
     found = [
         estimate(
             read(path, torch.bfloat16),
@@ -104,7 +111,7 @@ def test_sparse_attention_is_estimated_without_a_mac(folder):
         )
         for longest in (64, 512)
     ]
-    assert found[0].token_bytes == 3 * (512 + 64 + 128) * 2
+    assert found[0].token_bytes == row * 2
     assert found[0].measured.attention < found[1].measured.attention
 
 

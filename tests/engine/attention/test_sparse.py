@@ -2,7 +2,7 @@
 """Chosen positions, and attention to them, equal a naive search and softmax in float64."""
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import metal_interpreter
 import mlx.core as mx
@@ -18,15 +18,55 @@ from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.sparse_tokens import ABSENT
-from vllm_metal.patches.mlx_patches.seam import Scoring
+from vllm_metal.patches.mlx_patches.seam import BlockChoice, Scoring
 
-BLOCK, NUM_BLOCKS, TOPK, HEADS, SIZE = 16, 24, 8, 3, 16
+BLOCK, NUM_BLOCKS, SIZE = 16, 24, 16
 #: Tokens of each request in the step, and in its context: decodes, a prompt that begins with fewer
-#: than TOPK positions, drafts, a request that attends to all.
+#: positions than a token attends to, drafts, a request that attends to all.
 REQUESTS = [(1, 70), (20, 23), (4, 41), (3, 8), (1, 9)]
-LATENTS = AttentionLayer("layers.0.0", 2, 1, 20, None, value_size=16, latent=True, topk=TOPK)
-INDEX = IndexLayer.of("layers.0.1", HEADS, SIZE, TOPK)
-SINKS = np.array([0.7, -1.5], np.float32)  # of each head of the latents
+SINKS = np.array([0.7, -1.5, 1.2, 0.1, -0.4, 2.0, -2.2, 0.9], np.float32)  # of each head
+
+
+@dataclass(frozen=True)
+class Case:
+    """An indexer, and the layer for which it chooses."""
+
+    choice: int | BlockChoice
+    index_heads: int
+    heads: int
+    kv_heads: int
+    head_size: int = 20
+    value_size: int = 16
+
+    @property
+    def topk(self):
+        return self.choice if isinstance(self.choice, int) else self.choice.num_positions
+
+    @property
+    def index(self):
+        return IndexLayer.of("layers.0.1", self.index_heads, SIZE, self.choice)
+
+    @property
+    def layer(self):
+        of_latents = isinstance(self.choice, int)
+        sizes = self.heads, self.kv_heads, self.head_size, None
+        return AttentionLayer(
+            *("layers.0.0", *sizes),
+            value_size=self.value_size,
+            latent=of_latents,
+            topk=self.topk,
+            choices=1 if of_latents else self.index_heads,
+        )
+
+
+LATENTS = Case(8, index_heads=3, heads=2, kv_heads=1)
+#: Blocks that the pool's are multiples of, and others; as many choices as K/V heads, more, fewer.
+CASES = {
+    "latents": LATENTS,
+    "a choice for each K/V head": Case(BlockChoice(4, 2, 1), 2, 6, 2),
+    "for half of its heads": Case(BlockChoice(3, 5, 2), 4, 8, 2, 16),
+    "for two K/V heads": Case(BlockChoice(20, 1, 0), 2, 8, 4, 24, 24),
+}
 
 
 @pytest.fixture(params=["scatter", "kernels"])
@@ -72,123 +112,161 @@ def slots_of(table, positions):
 
 
 class Layers:
-    """An indexer's keys and latents of the requests, in a pool whose other rows are NaN."""
+    """An indexer's keys, and K/V or latents of the requests, in a pool whose other rows are NaN."""
 
-    def __init__(self, backend, layout, sinks=None):
-        self.layout, self.sinks, rng = layout, sinks, np.random.default_rng(0)
+    def __init__(self, case, backend, layout, sinks=None):
+        self.case, self.layout, rng = case, layout, np.random.default_rng(0)
+        self.sinks = sinks
+        layers = case.index, case.layer
         shape = NUM_BLOCKS * BLOCK
-        self.keys = rng.normal(size=(shape, SIZE)).astype(np.float32)
-        self.latents = rng.normal(size=(shape, LATENTS.head_size)).astype(np.float32)
+        self.rows = []  # of each layer its keys, and its values: [slots, heads, size] float32
+        for layer in layers:
+            heads, *sizes, latent = layer.storage_key
+            keys, values = (rng.normal(size=(shape, heads, n)).astype(np.float32) for n in sizes)
+            self.rows.append((keys, keys[..., : sizes[1]] if latent else values))
         self.caches, self.scopes = [], []
-        for layer, rows in ((INDEX, self.keys), (LATENTS, self.latents)):
-            cache = layer.allocate(NUM_BLOCKS, BLOCK, mx.float32, backend)
-            pool = np.full(cache.arrays[0].shape, np.nan, np.float32).reshape(shape, -1)
-            held = self.written_before()
-            pool[held] = rows[held]
-            cache.arrays = [mx.array(pool.reshape(cache.arrays[0].shape))]
-            mx.eval(cache.arrays)
-            self.caches.append(cache)
-            self.scopes.append(layer.scope(cache))
+        for index, layer in enumerate(layers):
+            self.caches.append(layer.allocate(NUM_BLOCKS, BLOCK, mx.float32, backend))
+            self.keep_only(
+                index, np.broadcast_to(self.written_before(), (layer.num_kv_heads, shape))
+            )
+            self.scopes.append(layer.scope(self.caches[-1]))
 
-    def keep_only_latents(self, slots):
-        """Leaves NaN in all other rows of the latents' pool."""
-        cache = self.caches[1]
+    @property
+    def index_keys(self):
+        return self.rows[0][0][:, 0]
+
+    def keep_only(self, index, held):
+        """Leaves NaN in all other rows of a layer's pool; [heads, slots] bool."""
+        cache, arrays = self.caches[index], []
         cache.wait_for_device()
-        pool = np.full(cache.arrays[0].shape, np.nan, np.float32)
-        pool.reshape(len(self.latents), -1)[slots] = self.latents[slots]
-        cache.arrays = [mx.array(pool)]
+        for array, rows in zip(cache.arrays, self.rows[index], strict=False):
+            rows = np.where(held[..., None], rows.swapaxes(0, 1), np.nan)
+            arrays.append(mx.array(np.ascontiguousarray(rows.reshape(array.shape), np.float32)))
+        cache.arrays = arrays
         mx.eval(cache.arrays)
 
     def written_before(self):
         lens = np.diff(self.layout.query_start_loc_np)
-        return np.concatenate(
-            [
-                slots_of(table, np.arange(length - count))
-                for table, length, count in zip(
-                    self.layout.block_tables_np, self.layout.seq_lens_np, lens, strict=True
-                )
-            ]
-        )
+        held = np.zeros(NUM_BLOCKS * BLOCK, bool)
+        for table, length, count in zip(
+            self.layout.block_tables_np, self.layout.seq_lens_np, lens, strict=True
+        ):
+            held[slots_of(table, np.arange(length - count))] = True
+        return held
 
-    def run(self, queries, weights, positions, latent_queries):
+    def run(self, given, positions):
         """Places chosen by each token, and its output, of those that choose."""
-        index, latents = self.caches
+        index, layer = self.caches
         plans = [scope.plan_of(self.layout) for scope in self.scopes]
         slots = self.layout.slot_mapping_np
-        for cache, plan, rows in zip(
-            self.caches, plans, (self.keys[slots], self.latents[slots]), strict=True
-        ):
-            written = mx.array(rows)[:, None]
-            cache.write(plan, written, written)
+        for cache, plan, (keys, values) in zip(self.caches, plans, self.rows, strict=True):
+            cache.write(plan, mx.array(keys[slots]), mx.array(values[slots]))
         tokens = plans[0].sparse
-        given = mx.array(queries), mx.array(weights), mx.array(positions)
-        places = sparse.choose(index, plans[0], tokens, *given, TOPK)
-        rows = plans[1].sparse.of_all(mx.array(latent_queries))
+        queries, weights, of_layer = map(mx.array, given)
+        of_blocks = isinstance(self.case.choice, BlockChoice)
+        scored = queries, None if of_blocks else weights, mx.array(positions.astype(np.int32))
+        places = sparse.choose(index, plans[0], tokens, *scored, self.case.choice)
+        rows = plans[1].sparse.of_all(of_layer)
         scoring = Scoring(0.5, None if self.sinks is None else mx.array(self.sinks))
-        out = sparse.attend(latents, plans[1], rows, places, scoring, None)
+        out = sparse.attend(layer, plans[1], rows, places, scoring, None)
         return np.array(tokens.of_all(mx.arange(len(slots)))), np.array(places), np.array(out)
 
 
-def expected_of(layers, table, position, query, weights, latent_query):
-    """A token's chosen positions, and its output, by a loop over its context."""
+def chosen_of(case, products, weights):
+    """Positions that a token chooses by [H, S] products of its context, of each choice."""
+    if isinstance(case.choice, int):
+        scores = weights @ np.maximum(products, 0)
+        return [np.sort(np.argsort(-scores, kind="stable")[: case.choice])]
+    size, topk, num_local = case.choice
+    newest = (products.shape[1] - 1) // size
+    found = []
+    for row in products:
+        scores = [row[first : first + size].max() for first in range(0, len(row), size)]
+        scores = np.where(np.arange(newest + 1) > newest - num_local, np.inf, scores)
+        best = np.argsort(-scores, kind="stable")[:topk]
+        found.append(np.flatnonzero(np.isin(np.arange(len(row)) // size, best)))
+    return found
+
+
+def expected_of(layers, table, position, query, weights, of_layer):
+    """A token's chosen positions, and its output, by a loop over its context and heads."""
+    case, (keys, values) = layers.case, layers.rows[1]
     slots = slots_of(table, np.arange(position + 1))
-    products = np.maximum(layers.keys[slots].astype(np.float64) @ query.T, 0)
-    chosen = np.sort(np.argsort(-(products @ weights), kind="stable")[:TOPK])
-    rows = layers.latents[slots[chosen]].astype(np.float64)
-    scores = 0.5 * latent_query @ rows.T
-    shares = np.exp(scores)
-    total = shares.sum(-1, keepdims=True)
-    if layers.sinks is not None:
-        total += np.exp(layers.sinks[:, None])
-    return chosen, shares / total @ rows[:, :16]
+    chosen = chosen_of(case, query @ layers.index_keys[slots].astype(np.float64).T, weights)
+    outputs = []
+    for head, row in enumerate(of_layer):
+        of_head = slots[chosen[head * len(chosen) // case.heads]]
+        kv_head = head * case.kv_heads // case.heads
+        scores = 0.5 * keys[of_head, kv_head].astype(np.float64) @ row
+        shares = np.exp(scores)
+        total = shares.sum()
+        if layers.sinks is not None:
+            total += np.exp(layers.sinks[head])
+        outputs.append(shares / total @ values[of_head, kv_head])
+    return chosen, np.array(outputs)
 
 
 def check(layers, owners, positions, given, results):
     """`owners`: each token's request; the places are slots, or rows that the step writes."""
-    queries, weights, latent_queries = given
     tokens, places, out = results
     written = layers.layout.slot_mapping_np
     for token, place, found in zip(tokens.tolist(), places, out, strict=True):
         table = layers.layout.block_tables_np[owners[token]]
         chosen, expected = expected_of(
             *(layers, table, positions[token]),
-            *(part[token].astype(np.float64) for part in (queries, weights, latent_queries)),
+            *(part[token].astype(np.float64) for part in given),
         )
         slots = np.where(place < ABSENT, written[np.maximum(ABSENT - 1 - place, 0)], place)
-        assert np.array_equal(slots[: len(chosen)], slots_of(table, chosen))
-        assert (place[len(chosen) :] == ABSENT).all()
+        for of_choice, positions_of in zip(slots, chosen, strict=True):
+            count = len(positions_of)
+            assert np.array_equal(of_choice[:count], slots_of(table, positions_of))
+            assert (of_choice[count:] == ABSENT).all()
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def inputs_of(num_tokens):
+def inputs_of(case, num_tokens):
     rng = np.random.default_rng(3)
-    sizes = (HEADS, SIZE), (HEADS,), (LATENTS.num_heads, LATENTS.head_size)
+    sizes = (case.index_heads, SIZE), (case.index_heads,), (case.heads, case.head_size)
     return [rng.normal(size=(num_tokens, *size)).astype(np.float32) for size in sizes]
 
 
-@pytest.mark.parametrize(("most_scores", "sinks"), [(sparse.MAX_SCORES, None), (600, SINKS)])
-def test_a_step_of_prompts_drafts_and_decodes(backend, most_scores, sinks, monkeypatch):
+def held_by(case, places):
+    """Rows of each K/V head at the places of its choices, [heads, slots] bool."""
+    held = np.zeros((case.kv_heads, NUM_BLOCKS * BLOCK), bool)
+    num_choices = places.shape[1]
+    for head in range(case.heads):
+        of_head = places[:, head * num_choices // case.heads]
+        held[head * case.kv_heads // case.heads, of_head[of_head >= 0]] = True
+    return held
+
+
+@pytest.mark.parametrize(("most_scores", "has_sinks"), [(sparse.MAX_SCORES, False), (600, True)])
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_of_prompts_drafts_and_decodes(name, backend, most_scores, has_sinks, monkeypatch):
     """Also by calls of few rows. Rows of the pool that nobody chose are NaN."""
     monkeypatch.setattr(sparse, "MAX_SCORES", most_scores)
     monkeypatch.setattr(sparse, "MAX_BYTES", 100 * most_scores)
-    layout = layout_of(REQUESTS)
-    layers, lens = Layers(backend, layout, sinks), np.diff(layout.query_start_loc_np)
+    case, layout = CASES[name], layout_of(REQUESTS)
+    sinks = SINKS[: case.heads] if has_sinks else None
+    layers, lens = Layers(case, backend, layout, sinks), np.diff(layout.query_start_loc_np)
     owners = np.repeat(np.arange(len(lens)), lens)
     positions = np.arange(len(owners)) + np.repeat(
         layout.seq_lens_np - layout.query_start_loc_np[1:], lens
     )
-    given = queries, weights, latent_queries = inputs_of(len(owners))
-    results = layers.run(queries, weights, positions.astype(np.int32), latent_queries)
-    assert np.array_equal(np.sort(results[0]), np.flatnonzero(positions >= TOPK))
+    given = inputs_of(case, len(owners))
+    results = layers.run(given, positions)
+    assert np.array_equal(np.sort(results[0]), np.flatnonzero(positions >= case.topk))
     check(layers, owners, positions, given, results)
-    chosen = np.unique(results[1][results[1] >= 0])
-    layers.keep_only_latents(chosen)
-    (_, places, out) = layers.run(queries, weights, positions.astype(np.int32), latent_queries)
+    layers.keep_only(1, held_by(case, results[1]))
+    (_, places, out) = layers.run(given, positions)
     assert np.array_equal(places, results[1]) and np.array_equal(out, results[2])
 
 
-def test_positions_that_only_the_device_knows():
-    """The host counts three drafts that were rejected: one token then has fewer than TOPK."""
+@pytest.mark.parametrize("name", ["latents", "a choice for each K/V head"])
+def test_positions_that_only_the_device_knows(name):
+    """The host counts three drafts that were rejected: one token then has fewer than it chooses."""
+    case = CASES[name]
     with kernel.using(metal_interpreter.metal_kernel):
         layout = layout_of([(1, 40), (1, 9), (2, 30)])
         lag = np.array([3, 3, 0], np.int32)
@@ -200,14 +278,14 @@ def test_positions_that_only_the_device_knows():
             for owner, position in zip(owners, positions, strict=True)
         ]
         slots = np.concatenate(slots).astype(np.int32)
-        layers = Layers(KERNELS, replace(true, slot_mapping_np=slots))
+        layers = Layers(case, KERNELS, replace(true, slot_mapping_np=slots))
         layers.layout = replace(
             layout,
             slot_mapping_np=slots,
             slot_mapping=mx.array(slots),
             lag=PositionLag(mx.array(lag), lag),
         )
-        given = queries, weights, latent_queries = inputs_of(len(owners))
-        results = layers.run(queries, weights, positions.astype(np.int32), latent_queries)
+        given = inputs_of(case, len(owners))
+        results = layers.run(given, positions)
         assert len(results[0]) == 4
         check(layers, owners, positions, given, results)

@@ -525,6 +525,58 @@ CONFIGS: dict[str, Config] = {
                 "rope_scaling": _LLAMA3,
             },
         ),
+        "MiniMaxAI/MiniMax-M3": (
+            "minimax_m3_vl",
+            {
+                "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+                "image_token_index": 1,
+                "video_token_index": 1,
+                "tie_word_embeddings": False,
+                "torch_dtype": "bfloat16",
+                "vision_config": {"hidden_size": 1280},
+                "text_config": _any(
+                    "dense_intermediate_size hidden_size intermediate_size num_attention_heads "
+                    "num_experts_per_tok num_key_value_heads num_local_experts num_mtp_modules "
+                    "shared_intermediate_size vocab_size"
+                )
+                | {
+                    "architectures": ["MiniMaxM3SparseForCausalLM"],
+                    "attention_output_gate": False,
+                    "head_dim": 128,
+                    "hidden_act": "swigluoai",
+                    "max_position_embeddings": 524288,
+                    "model_type": "minimax_m3",
+                    "moe_layer_freq": [0, 1],
+                    "n_shared_experts": 1,
+                    "num_hidden_layers": 2,
+                    "partial_rotary_factor": 0.5,
+                    "qk_norm_type": "per_head",
+                    "rms_norm_eps": 1e-6,
+                    "rope_theta": 5000000,
+                    "rotary_dim": 64,
+                    "routed_scaling_factor": 2.0,
+                    "scoring_func": "sigmoid",
+                    "sparse_attention_config": {
+                        "sparse_attention_freq": [0, 1],
+                        "sparse_block_size": 128,
+                        "sparse_disable_index_value": [0, 1],
+                        "sparse_index_dim": 128,
+                        "sparse_init_block": 0,
+                        "sparse_local_block": 1,
+                        "sparse_num_index_heads": 4,
+                        "sparse_score_type": "max",
+                        "sparse_topk_blocks": 16,
+                        "use_sparse_attention": True,
+                    },
+                    "swiglu_alpha": 1.702,
+                    "swiglu_limit": 7.0,
+                    "tie_word_embeddings": False,
+                    "use_gemma_norm": True,
+                    "use_qk_norm": True,
+                    "use_routing_bias": True,
+                },
+            },
+        ),
         "MiniMaxAI/MiniMax-M2": (
             "minimax_m2",
             _LLAMA

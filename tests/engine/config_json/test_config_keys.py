@@ -3,12 +3,18 @@
 
 import json
 import shlex
+import sys
 from contextlib import nullcontext
 
 import pytest
 from engine.config_json.real_configs import CONFIGS, FILES, WINDOWS
 
-from vllm_metal.engine.config_json import config_keys, published_config, rope_keys
+from vllm_metal.engine.config_json import (
+    config_keys,
+    published_config,
+    reference_code,
+    rope_keys,
+)
 from vllm_metal.engine.pooling.encoders import served
 from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.patches.mlx_patches import registry
@@ -84,6 +90,13 @@ LEFT_OUT = [
         {"position_embedding_type": "nope"},
     ),
     ({"model_type": "llama", "attention_bias": None}, {"attention_bias": False}),
+    (  # whose class rotates by the share alone, and has no share for an absent one
+        {
+            "model_type": "minimax_m3_vl",
+            "text_config": {"model_type": "minimax_m3", "head_dim": 96, "rope_theta": 1e4},
+        },
+        {"rotary_dim": 96, "index_topk_blocks": 16, "index_n_heads": 4},
+    ),
     ({"model_type": "falcon_h1"}, {"ssm_multipliers": [1.0] * 5, "embedding_multiplier": 1.0}),
 ]
 
@@ -107,6 +120,59 @@ def test_a_key_that_the_reference_reads_is_rejected_by_its_name(name):
     (key,) = READ[name]
     with pytest.raises(ModelLoadError, match=key):
         read(CONFIGS[name] | READ[name])
+
+
+_TEXT_OF_M3 = CONFIGS["MiniMaxAI/MiniMax-M3"]["text_config"]
+_NOT_OF_M3 = [
+    *(
+        {key: value}
+        for key, value in {
+            "attention_output_gate": True,
+            "n_shared_experts": 2,
+            "qk_norm_type": "per_layer",
+            "rotary_dim": 32,
+            "sparse_attention_freq": [0, 1],
+            "swiglu_beta": 0.5,
+            "use_gemma_norm": False,
+            "use_routing_bias": False,
+        }.items()
+    ),
+    *(
+        {"sparse_attention_config": {key: value}}
+        for key, value in {
+            "sparse_attention_freq": [0, 1, 1],
+            "sparse_disable_index_value": [0, 0],
+            "sparse_index_dim": 32,
+            "sparse_init_block": 1,
+            "sparse_init_tokens": 64,
+            "sparse_local_block": 17,
+            "sparse_num_index_heads": 3,
+            "sparse_score_type": "sum",
+            "use_sparse_attention": False,
+        }.items()
+    ),
+]
+#: Keys of the older names that have one of their own in messages.
+_INDEX = {
+    "sparse_index_dim": "index_head_dim",
+    "sparse_local_block": "index_local_blocks",
+    "sparse_num_index_heads": "index_n_heads",
+}
+
+
+@pytest.mark.parametrize("changes", _NOT_OF_M3, ids=str)
+def test_what_sparse_attention_does_not_compute_is_rejected_by_its_name(changes):
+    """Keys that transformers' class passes over, too: nobody has compared what they choose."""
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 4, "hidden_size": 6144}
+    sparse = changes.get("sparse_attention_config", {})
+    (key,) = sparse or changes
+    sparse = _TEXT_OF_M3["sparse_attention_config"] | sparse
+    text = _TEXT_OF_M3 | heads | changes | {"sparse_attention_config": sparse}
+    config = CONFIGS["MiniMaxAI/MiniMax-M3"] | {"text_config": text}
+    with pytest.raises((ModelLoadError, ValueError), match=_INDEX.get(key, key)):
+        changed = read(config)
+        _, args = registry.classes(dict(config))
+        args.from_dict(config | changed)
 
 
 _ROPE = {"rope_theta": 5e6, "partial_rotary_factor": 0.334}
@@ -163,6 +229,15 @@ def test_a_key_without_effect_is_accepted(reason):
     if other is not None:
         with pytest.raises(ModelLoadError):
             read(changed(other))
+
+
+@pytest.mark.parametrize("key", ["routed_scaling_factor", "layer_types"])
+def test_a_class_that_a_patch_derives_uses_what_the_library_s_uses(key):
+    """A key of mlx-lm's module, and one that the patch reads."""
+    registry.classes({"model_type": "minimax_m3_vl"})
+    args = sys.modules["mlx_lm.models.minimax_m3_vl"].TextArgs
+    assert reference_code.is_used(args, key)
+    assert not reference_code.is_used(args, "keys_that_nobody_has")
 
 
 def test_a_value_that_the_reference_takes_for_an_absent_key_is_accepted():

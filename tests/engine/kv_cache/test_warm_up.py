@@ -28,7 +28,7 @@ from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import block_size_for, host_of_states
 from vllm_metal.engine.kv_cache.warm_up import compile_kernels
 from vllm_metal.patches.mlx_patches import rotations
-from vllm_metal.patches.mlx_patches.seam import Scoring
+from vllm_metal.patches.mlx_patches.seam import BlockChoice, Scoring
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 70
 MOST = NUM_BLOCKS * BLOCK_SIZE - 300  # positions before a step's rows
@@ -157,24 +157,33 @@ def test_contexts_of_latents_are_gathered_once_before_any_prompt(pool_dtype):
     assert "kv_gather" in {pipeline.kernel for pipeline in compiled}
 
 
+OF_LATENTS = AttentionLayer("layers.0", 2, 1, 576, None, value_size=512, latent=True, topk=64)
+OF_HEADS = AttentionLayer("layers.0", 8, 2, 192, None, topk=64, choices=2)
+
+
 @pytest.mark.parametrize("pool_dtype", [mx.float16, mx.uint8], ids=str)
-def test_sparse_attention_gathers_by_pipelines_that_are_there(pool_dtype):
-    latents = AttentionLayer("layers.0", 2, 1, 576, None, value_size=512, latent=True, topk=64)
-    index = IndexLayer.of("layers.0.1", 2, 128, 64)
+@pytest.mark.parametrize(
+    ("layer", "choice"),
+    [(OF_LATENTS, 64), (OF_HEADS, BlockChoice(16, 4, 1))],
+    ids=["latents", "blocks of K/V"],
+)
+def test_sparse_attention_gathers_by_pipelines_that_are_there(layer, choice, pool_dtype):
+    index = IndexLayer.of("layers.0.1", 2, 128, choice)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
-        compile_kernels(KERNELS, [latents, index], mx.float16, pool_dtype, BLOCK_SIZE)
+        compile_kernels(KERNELS, [layer, index], mx.float16, pool_dtype, BLOCK_SIZE)
         compiled = set(recorder.pipelines)
         states, plans = [], []
-        for layer in (latents, index):
-            states.append(layer.allocate(NUM_BLOCKS, BLOCK_SIZE, pool_dtype, KERNELS))
-            plans.append(layer.scope(states[-1]).plan_of(layout([(300, 9), (3, 2), (70, 1)])))
-            rows = mx.zeros((12, 1, layer.head_size), mx.float16)
+        for each in (layer, index):
+            states.append(each.allocate(NUM_BLOCKS, BLOCK_SIZE, pool_dtype, KERNELS))
+            plans.append(each.scope(states[-1]).plan_of(layout([(300, 9), (3, 2), (70, 1)])))
+            rows = mx.zeros((12, each.num_kv_heads, each.head_size), mx.float16)
             states[-1].write(plans[-1], rows, rows)
-        given = mx.zeros((12, 2, 128), mx.float16), mx.zeros((12, 2)), mx.zeros(12, mx.int32)
-        places = sparse.choose(states[1], plans[1], plans[1].sparse, *given, 64)
-        assert places.shape == (10, 64)
-        queries = mx.zeros((10, 2, 576), mx.float16)
+        weights = mx.zeros((12, 2)) if layer.latent else None
+        given = mx.zeros((12, 2, 128), mx.float16), weights, mx.zeros(12, mx.int32)
+        places = sparse.choose(states[1], plans[1], plans[1].sparse, *given, choice)
+        assert places.shape == (10, layer.choices, 64)
+        queries = mx.zeros((10, layer.num_heads, layer.head_size), mx.float16)
         mx.eval(sparse.attend(states[0], plans[0], queries, places, Scoring(1.0), None))
     assert recorder.pipelines - compiled == set()
     assert sum(pipeline.kernel == "kv_gather" for pipeline in compiled) == 2

@@ -7,7 +7,6 @@ LEFT_OUT: dict[str, str] = {
     "gemma4": "its text model is gemma4_text, which it calls",
     "kimi_k25": "its text model is deepseek_v3, which it calls",
     "llama4": "multimodal, refused; its text model is llama4_text",
-    "minimax_m3_vl": "multimodal, refused",
     "mistral3": "multimodal, refused; its text models are llama and ministral3",
     "muse_glimmer": "multimodal, refused",
     "pixtral": "multimodal, refused; its text model is llama",

@@ -43,19 +43,6 @@ HEAD = (
     "Rejected because it",
 )
 _BLOCK = 16
-#: Keys of published files that choose other layers than the small models have, of the text model.
-_AS_PUBLISHED = {
-    "minimax_m3_vl": {
-        "sparse_attention_config": {
-            "sparse_attention_freq": [0, 1, 1, 1],
-            "sparse_num_index_heads": 2,
-            "sparse_index_dim": 16,
-            "sparse_block_size": 16,
-            "sparse_topk_blocks": 2,
-            "sparse_local_block": 1,
-        },
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -92,10 +79,7 @@ def small_model(module: str) -> Any:
     own = plain.with_those_of_states() | {name: f for name, (f, _) in further.REFUSED.items()}
     model_class, arguments = registry.classes({"model_type": module})
     if module in own:
-        config = config_of(own[module])
-        if module in _AS_PUBLISHED:
-            config["text_config"] = config["text_config"] | _AS_PUBLISHED[module]
-        return model_class(arguments.from_dict(config))
+        return model_class(arguments.from_dict(config_of(own[module])))
     family = of_transformers()[module]
     config = published.configuration(family).to_dict() | {"model_type": family.model_type}
     read = published_config.as_read(config, module, arguments)

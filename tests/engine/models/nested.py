@@ -162,6 +162,18 @@ FAMILIES = {
                 "partial_rotary_factor": 0.5,
                 "routed_scaling_factor": 1.7,
                 "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+                "sparse_attention_config": {
+                    "use_sparse_attention": True,
+                    "sparse_attention_freq": [0, 1, 1, 1],
+                    "sparse_block_size": 16,
+                    "sparse_disable_index_value": [0, 1, 1, 1],
+                    "sparse_index_dim": 16,
+                    "sparse_init_block": 0,
+                    "sparse_local_block": 1,
+                    "sparse_num_index_heads": 2,
+                    "sparse_score_type": "max",
+                    "sparse_topk_blocks": 2,
+                },
             },
         ),
         (

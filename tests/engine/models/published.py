@@ -614,6 +614,40 @@ FAMILIES |= {
         },
         common=False,
     ),
+    "minimax_m3_vl": Published(
+        "minimax_m3_vl",
+        {
+            "text_config": _COMMON
+            | _HEAD
+            | _rope(700.0, partial_rotary_factor=0.5)
+            | {
+                "rotary_dim": 8,
+                "intermediate_size": 40,
+                "dense_intermediate_size": 88,
+                "shared_intermediate_size": 48,
+                "num_local_experts": 5,
+                "num_experts_per_tok": 2,
+                "routed_scaling_factor": 1.7,
+                "mlp_layer_types": ["dense", "sparse", "dense", "sparse"],
+                "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3],
+                "index_n_heads": 2,
+                "index_head_dim": 24,
+                "index_block_size": 8,
+                "index_topk_blocks": 3,
+                "index_local_blocks": 1,
+            },
+            "vision_config": {
+                "hidden_size": 16,
+                "image_size": 28,
+                "intermediate_size": 16,
+                "num_attention_heads": 2,
+                "num_hidden_layers": 1,
+            },
+            "projector_hidden_size": 16,
+            "tie_word_embeddings": False,
+        },
+        common=False,
+    ),
     # Layers 0 and 2 attend to images only, so text passes by them.
     "mllama": Published(
         "mllama",

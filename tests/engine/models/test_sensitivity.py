@@ -100,7 +100,7 @@ OF_FAMILY = {
         "exaone_moe:first_k_dense_replace afmoe:global_attn_every_n_layers mamba:expand "
         "falcon_mamba:expand nemotron_h:expand falcon_h1:mamba_expand "
         "llama4_text:layer_types dbrx:num_key_value_heads dbrx:ffn_config.hidden_size "
-        "dbrx:attn_config.rope_theta"
+        "dbrx:attn_config.rope_theta minimax_m3_vl:rotary_dim"
     ),
     "of layers or ropes that the small model does not have": _names(
         "qwen2_moe:intermediate_size mellum:intermediate_size "
@@ -119,7 +119,7 @@ OF_FAMILY = {
         "phimoe:num_experts_per_tok dots1:max_window_layers nemotron_h:attention_bias "
         "nemotron_h:mamba_proj_bias nemotron_h:n_shared_experts nemotron_h:sliding_window "
         "nemotron_h:time_step_limit nemotron_h:tie_word_embeddings "
-        "deepseek_v32:mlp_bias glm_moe_dsa:mlp_bias "
+        "deepseek_v32:mlp_bias glm_moe_dsa:mlp_bias minimax_m3_vl:hidden_act "
         "cohere_compass:rope_parameters.*.mrope_interleaved mllama:tie_word_embeddings "
         "ernie4_5_vl_moe:tie_word_embeddings "
         "kimi_linear:tie_word_embeddings mamba2:time_step_rank gpt_bigcode:num_key_value_heads"

@@ -18,17 +18,19 @@ import pytest
 import torch
 from engine.models import of_mlx_vlm
 from engine.models.further import FAMILIES
+from engine.models.nested import FAMILIES as NESTED
 from engine.models.published import FAMILIES as PUBLISHED
 from engine.models.published import VOCAB, configuration, log_probabilities, make, write
 from engine.models.recurrent import make_model
 from engine.models.test_executor import BLOCK
 from engine.models.test_latent_prompts import Served
 from mlx_lm.models.cache import make_prompt_cache
-from transformers import GlmMoeDsaConfig
+from transformers import GlmMoeDsaConfig, MiniMaxM3VLConfig
 
 from metal_kernels import kernel
 from vllm_metal.engine.attention import paged_cache, sparse
 from vllm_metal.engine.attention.paged_cache import LatentCache
+from vllm_metal.engine.config_json.published_config import as_read
 from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
 from vllm_metal.engine.models.loader import lazy_model
@@ -38,8 +40,10 @@ from vllm_metal.patches.mlx_patches.seam import Scoring
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
-NAMES = ("glm_moe_dsa", "hy_v4")
-TOPK = 24
+#: Families that choose positions, and one that chooses blocks of them for each K/V head.
+DSA, HY4, M3 = "glm_moe_dsa", "hy_v4", "minimax_m3_vl"
+TOPK, BLOCK_OF_M3 = 24, 12  # which a block of the pool is no multiple of
+INDEX_SIZE = {DSA: 16, HY4: 16, M3: 24}
 #: Of each prompt its length, and how it is cut up: the last chunk is what remains.
 PROMPTS = [(540, (512,)), (90, (31, 32)), (60, (1, 1, 20, 1)), (40, (7,) * 5), (20, (3,))]
 TOLERANCE = 1e-3  # of log-probabilities in float32
@@ -50,9 +54,18 @@ def texts():
     return [rng.integers(3, VOCAB, length).tolist() for length, _ in PROMPTS]
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[DSA, HY4, M3])
 def name(request):
     return request.param
+
+
+def small(name, topk, **changes):
+    """transformers' model whose tokens attend to at most `topk` positions."""
+    changes |= {"max_position_embeddings": 640}
+    if name != M3:
+        return make(PUBLISHED[name], **changes | {"index_topk": topk})
+    changes |= {"index_topk_blocks": topk // BLOCK_OF_M3, "index_block_size": BLOCK_OF_M3}
+    return make(PUBLISHED[name], text_config=PUBLISHED[name].config["text_config"] | changes)
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +73,12 @@ def published(tmp_path_factory):
     """Of a family and changes of its configuration: our model, and transformers'."""
 
     @functools.cache
-    def of(name, index_topk=TOPK, **changes):
-        changes |= {"index_topk": index_topk, "max_position_embeddings": 640}
-        model = make(PUBLISHED[name], **changes)
+    def of(name, topk=TOPK, equal_scores=False, **changes):
+        model = small(name, topk, **changes)
+        if equal_scores:
+            with torch.no_grad():
+                for layer in model.model.language_model.layers[1:]:
+                    layer.self_attn.indexer.q_norm.weight.fill_(-1)  # queries are zero
         folder = tmp_path_factory.mktemp("published")
         write(model, folder)
         return lazy_model(folder, mx.float32), model
@@ -95,13 +111,13 @@ def in_chunks(served):
 @pytest.mark.parametrize(
     ("name", "topk"),
     [
-        *(("glm_moe_dsa", TOPK), ("glm_moe_dsa", 64), ("hy_v4", TOPK)),
-        pytest.param("hy_v4", 64, marks=pytest.mark.more),
+        *((DSA, TOPK), (DSA, 64), (HY4, TOPK), (M3, TOPK), (M3, 64)),
+        pytest.param(HY4, 64, marks=pytest.mark.more),
     ],
 )
 def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
     """A chunk that begins with 64 tokens that attend to all builds keys and values of these."""
-    ours, theirs = published(name, index_topk=topk)
+    ours, theirs = published(name, topk=topk)
     expected = log_probabilities(theirs, texts())
     assert len(set(np.concatenate(expected).argmax(-1).tolist())) > 20
     for found, wanted in zip(in_chunks(Served(ours, name, texts())), expected, strict=True):
@@ -109,22 +125,22 @@ def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
         assert np.array_equal(found.argmax(-1), wanted.argmax(-1))
 
 
-def test_of_equal_scores_earlier_positions_are_chosen(published, monkeypatch):
+@pytest.mark.parametrize("name", [DSA, M3])
+def test_of_equal_scores_earlier_positions_are_chosen(published, name, monkeypatch):
     """With two heads, many scores are zero, and torch's `topk` does not state which it takes."""
-    ours, theirs = published("glm_moe_dsa", index_n_heads=2)
-    before = torch.Tensor.topk
+    changes = {"index_n_heads": 2} if name == DSA else {"equal_scores": True}
+    ours, theirs = published(name, **changes)
+    before, ndim = torch.Tensor.topk, 3 if name == DSA else 4
 
     def topk(self, k, dim=-1):
-        if self.shape[-1] == VOCAB or self.ndim != 3 or dim != -1:
+        if self.shape[-1] == VOCAB or self.ndim != ndim or dim != -1:
             return before(self, k, dim)
         found = torch.sort(self, descending=True, stable=True)
         return torch.return_types.topk([part[..., :k] for part in found])
 
     monkeypatch.setattr(torch.Tensor, "topk", topk)
     expected = log_probabilities(theirs, texts()[1:])  # a long text has scores of 1e-8, too
-    for found, wanted in zip(
-        in_chunks(Served(ours, "glm_moe_dsa", texts()))[1:], expected, strict=True
-    ):
+    for found, wanted in zip(in_chunks(Served(ours, name, texts()))[1:], expected, strict=True):
         assert farthest(found, wanted) <= TOLERANCE
     monkeypatch.undo()
     others = log_probabilities(theirs, texts()[1:])
@@ -184,7 +200,7 @@ def shifted(largest):
     return choose
 
 
-@pytest.mark.parametrize("name", ["glm_moe_dsa", pytest.param("hy_v4", marks=pytest.mark.more)])
+@pytest.mark.parametrize("name", [DSA, M3, pytest.param(HY4, marks=pytest.mark.more)])
 def test_other_positions_say_something_else(published, name, monkeypatch):
     ours, theirs = published(name)
     expected = log_probabilities(theirs, texts())
@@ -208,7 +224,8 @@ def test_index_keys_of_a_found_block_count(published, name):
         if cleared:
             block = int(served.requests.block_tables.tables_np[0][0, 1])
             for state in served.run.layer_states:
-                if isinstance(state, ScatterKVCache) and state.keys.elements.shape[-1] == 16:
+                assert isinstance(state, ScatterKVCache)
+                if state.keys.elements.shape[-1] == INDEX_SIZE[name]:
                     state.clear_blocks(np.array([block], np.int32))
         found.append(served.step([begin, begin], {1: 25})[1])
     assert np.mean(found[0].argmax(-1) != found[1].argmax(-1)) > 0.2
@@ -266,15 +283,37 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", [None, *FAULTS])
 def test_a_fault_in_any_part_of_hy4_is_seen(published, fault, monkeypatch):
-    ours, theirs = published("hy_v4")
+    ours, theirs = published(HY4)
     prompts = texts()[2:]
     expected = log_probabilities(theirs, prompts)
     if fault is not None:
         FAULTS[fault](monkeypatch, ours)
-    served = Served(ours, "hy_v4", prompts)
+    served = Served(ours, HY4, prompts)
     found = served.step([0] * 3, {index: len(text) for index, text in enumerate(prompts)})
     off = max(farthest(found[index], wanted) for index, wanted in enumerate(expected))
     assert off <= TOLERANCE if fault is None else off > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("topk", [None, 16])
+def test_published_keys_of_minimax_m3_choose_as_transformers_reads_them(topk):
+    """Without them all layers attend to all positions."""
+    text, sparse = configuration(PUBLISHED[M3]).text_config.to_dict(), None
+    for key in [key for key in text if key.startswith("index_")] + ["layer_types"]:
+        del text[key]
+    if topk is not None:
+        sparse = {"sparse_topk_blocks": topk, "sparse_block_size": 4, "sparse_local_block": 2}
+        sparse |= {"sparse_num_index_heads": 6, "sparse_index_dim": 32}
+        sparse["sparse_attention_freq"] = [1, 0, 1, 1]
+        text["sparse_attention_config"] = sparse
+    config = {"model_type": M3, "text_config": dict(text)}
+    _, arguments = registry.classes(config)
+    theirs = MiniMaxM3VLConfig(text_config=dict(text)).text_config
+    found = arguments.from_dict(config | as_read(config, M3, arguments)).text_config
+    names = [key for key in theirs.to_dict() if key.startswith("index_")]
+    assert len(names) == 5
+    for key in (*names, "layer_types"):
+        assert getattr(found, key) == getattr(theirs, key)
+    assert ("minimax_m3_sparse" in found.layer_types) == (topk is not None)
 
 
 class Counted:
@@ -282,7 +321,7 @@ class Counted:
 
     def __init__(self, monkeypatch):
         self.index_rows, self.chosen_rows = [], []
-        keys_of, keys_at = ScatterKVCache.keys_of, ScatterKVCache.keys_at
+        keys_of, rows_at = ScatterKVCache.keys_of, ScatterKVCache.rows_at
 
         def of(cache, plan, bucket):
             self.index_rows.append(bucket.num_requests * bucket.context_len)
@@ -290,10 +329,10 @@ class Counted:
 
         def at(cache, plan, places):
             self.chosen_rows.append(places.size)
-            return keys_at(cache, plan, places)
+            return rows_at(cache, plan, places)
 
         monkeypatch.setattr(ScatterKVCache, "keys_of", of)
-        monkeypatch.setattr(ScatterKVCache, "keys_at", at)
+        monkeypatch.setattr(ScatterKVCache, "rows_at", at)
 
 
 @pytest.mark.parametrize(
@@ -308,7 +347,7 @@ class Counted:
 )
 def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
     """Or rejected where a layer would have nothing to attend to."""
-    config = configuration(PUBLISHED["glm_moe_dsa"]).to_dict()
+    config = configuration(PUBLISHED[DSA]).to_dict()
     del config["indexer_types"]
     config |= kinds | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     _, arguments = registry.classes(dict(config))
@@ -323,16 +362,18 @@ def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
 def test_a_layer_reads_each_context_and_each_chosen_row_once(published, name, monkeypatch):
     """However many calls its scores take. Contexts are padded to whole blocks."""
     ours, _ = published(name)
-    num_layers = len(ours.layers)  # of which every second has an indexer
+    # Every second layer has an indexer, of M3's all but the first, for two K/V heads.
+    num_layers = len(ours.layers)
+    num_indexers, num_readers = (3, 3 * 2) if name == M3 else (num_layers // 2, num_layers)
     served = Served(ours, name, texts())
     served.step([0] * 5, {0: 256})
     monkeypatch.setattr(sparse, "MAX_SCORES", 2**14)
     monkeypatch.setattr(sparse, "MAX_BYTES", 2**16)
     counted = Counted(monkeypatch)
     served.step([256, 0, 0, 0, 0], {0: 100, 4: 20})  # the second attends to all
-    assert counted.index_rows == [-(-356 // BLOCK) * BLOCK] * (num_layers // 2)
-    assert sum(counted.chosen_rows) == 100 * TOPK * num_layers
-    assert len(counted.chosen_rows) > num_layers
+    assert counted.index_rows == [-(-356 // BLOCK) * BLOCK] * num_indexers
+    assert sum(counted.chosen_rows) == 100 * TOPK * num_readers
+    assert len(counted.chosen_rows) > num_readers
 
 
 @pytest.mark.more
@@ -352,26 +393,33 @@ def test_a_quantized_pool_says_the_same_in_chunks_of_any_length(published, name,
         assert np.mean(other.argmax(-1) == found[0].argmax(-1)) > 0.97
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(FAMILIES["deepseek_v32"], id="deepseek_v32"),
-        pytest.param(of_mlx_vlm.FAMILIES["hy_v4"], id="hy_v4", marks=pytest.mark.more),
-    ],
-)
-def test_our_kernels_write_and_gather(family):
-    """Latents and index keys as large as the kernels take: chunks, a decode, a short text."""
+def of_kernels(name):
+    """A small model with rows as large as the kernels take."""
+    if name == M3:
+        family, text = NESTED[M3], NESTED[M3].config["text_config"]
+        sparse = text["sparse_attention_config"] | {"sparse_index_dim": 64, "sparse_block_size": 4}
+        text = text | {"head_dim": 64, "sparse_attention_config": sparse}
+        return make_model(replace(family, config=family.config | {"text_config": text}), seed=5)
+    family = of_mlx_vlm.FAMILIES[HY4] if name == HY4 else FAMILIES[name]
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
     config = family.config | sizes | {"num_hidden_layers": 2}
     if "indexer_types" in config:
         config["indexer_types"] = ["full", "shared"]
-    drawn = family.module == "hy_v4"  # the module's own sinks and weights of streams are zeros
-    model = make_model(replace(family, config=config), seed=5, drawn=drawn)
+    # Hy4's own sinks and weights of streams are zeros.
+    return make_model(replace(family, config=config), seed=5, drawn=name == HY4)
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v32", *(pytest.param(each, marks=pytest.mark.more) for each in (HY4, M3))]
+)
+def test_our_kernels_write_and_gather(name):
+    """Chunks, a decode, a short text."""
+    model = of_kernels(name)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 64, length).tolist() for length in (30, 12)]
     dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]
     with kernel.using(metal_interpreter.metal_kernel):
-        served = Served(model, family.module, prompts, KERNELS)
+        served = Served(model, name, prompts, KERNELS)
         done, found = [0, 0], [[], []]
         for counts in ({0: 14, 1: 3}, {0: 15, 1: 6}, {0: 1, 1: 3}):
             for index, logits in served.step(done, counts).items():

@@ -83,6 +83,7 @@ class AttentionLayer(StatefulLayer):
     extent: int | None = None  # distances with a relative bias; None: no bias
     #: Most positions that a token attends to, chosen by an indexer (index_layer.py); None: all.
     topk: int | None = None
+    choices: int = 1  # different choices per token, each for as many heads
 
     @property
     def shape(self) -> AttentionShape:
@@ -91,7 +92,9 @@ class AttentionLayer(StatefulLayer):
 
     @cached_property
     def kind(self) -> Hashable:
-        return self._attention if self.topk is None else (self._attention, self.topk)
+        if self.topk is None:
+            return self._attention
+        return self._attention, self.topk, self.choices
 
     @cached_property
     def _attention(self) -> AttentionKind:
@@ -297,13 +300,16 @@ class AttentionLayer(StatefulLayer):
     ) -> mx.array:
         """Runs up to three calls of `num_rows` tokens that attend to `topk` positions each."""
         kv_cache = self.allocate(1, BLOCK_SIZES[0], elements, backend)
-        plan = backend.plan_of_writes(layout_of_long_contexts(1, 1, 1, BLOCK_SIZES[0]), 1)
+        layout = layout_of_long_contexts(1, 1, 1, BLOCK_SIZES[0])
+        plan = backend.plan_of_writes(layout, self.num_kv_heads)
         self._write_once(kv_cache, plan, 1, dtype)
         queries = mx.zeros((num_rows, self.num_heads, self.head_size), dtype)
-        queries = queries[: 3 * sparse.rows_per_call(queries, topk)]
-        places = mx.zeros((len(queries), topk), mx.int32)
-        sinks = self._zero_sinks()
-        return sparse.attend(kv_cache, plan, queries, places, Scoring(1.0, sinks), None)
+        places = mx.zeros((num_rows, self.choices, topk), mx.int32)
+        mx.eval(places)  # an indexer's choice for all rows
+        most = max(self.choices, self.num_kv_heads)
+        some = 3 * sparse.rows_per_call(kv_cache, queries, most, topk)
+        scoring = Scoring(1.0, self._zero_sinks())
+        return sparse.attend(kv_cache, plan, queries[:some], places[:some], scoring, None)
 
     def gathers(self, backend: KVBackend) -> bool:
         return self.topk is not None or backend.gathers or self._expanded_heads(backend) is not None

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An indexer's keys, by which the attention of its layer chooses positions; see sparse.py.
 
-The keys are a layer of their own beside that of the latents: K without V in the same blocks, so the
-prefix cache, preemption, disk and peers treat them like any other layer's.
+The keys are a layer of their own beside that of the K/V or latents: K without V in the same blocks,
+so the prefix cache, preemption, disk and peers treat them like any other layer's.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vllm_metal.engine.kv_cache.layer_state import LayerState, PlanT, StepLayout
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.sparse_tokens import SparsePlan
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
+from vllm_metal.patches.mlx_patches.seam import BlockChoice
 
 #: Kernels that write and read the keys; no attention kernel does.
 _KERNELS = ("kv_write", "kv_gather", "kv_blocks")
@@ -38,20 +39,25 @@ class IndexKind(NamedTuple):
 
     num_heads: int
     head_size: int
-    topk: int
+    choice: int | BlockChoice
 
 
 @dataclass(frozen=True)
 class IndexLayer(AttentionLayer):
     """The keys of one layer's indexer; `num_heads` are those of its queries."""
 
+    blocks: BlockChoice | None = None  # None: it chooses `topk` positions one by one
+
     @staticmethod
-    def of(name: str, num_heads: int, head_size: int, topk: int) -> IndexLayer:
-        return IndexLayer(name, num_heads, 1, head_size, None, latent=True, topk=topk)
+    def of(name: str, num_heads: int, head_size: int, choice: int | BlockChoice) -> IndexLayer:
+        sizes = name, num_heads, 1, head_size, None
+        if isinstance(choice, BlockChoice):
+            return IndexLayer(*sizes, latent=True, topk=choice.num_positions, blocks=choice)
+        return IndexLayer(*sizes, latent=True, topk=choice)
 
     @cached_property
     def kind(self) -> Hashable:
-        return IndexKind(self.num_heads, self.head_size, self._topk)
+        return IndexKind(self.num_heads, self.head_size, self.blocks or self._topk)
 
     @property
     def _topk(self) -> int:
@@ -108,17 +114,19 @@ class IndexLayer(AttentionLayer):
             return
         size = block_size // parts_of(block_size)
         layout = layout_of_long_contexts(1, 2, size, size)
-        yield self.kind, partial(self._choose_once, layout, 1, dtype, elements, backend)
+        once = 1 if self.blocks is None else BlockChoice(1, 1, 0)
+        yield self.kind, partial(self._choose_once, layout, once, dtype, elements, backend)
 
     def _choose_once(
         self,
         layout: StepLayout,
-        topk: int,
+        choice: int | BlockChoice,
         dtype: mx.Dtype,
         elements: mx.Dtype,
         backend: KVBackend[PlanT],
     ) -> mx.array:
-        """Writes zeros for all tokens, and chooses `topk` positions for each."""
+        """Writes zeros for all tokens, and chooses positions for each."""
+        topk = choice.num_positions if isinstance(choice, BlockChoice) else choice
         num_blocks = int(layout.block_tables_np.max()) + 1
         kv_cache = self.allocate(num_blocks, layout.block_size, elements, backend)
         layout = layout.split(kv_cache.split)
@@ -130,9 +138,9 @@ class IndexLayer(AttentionLayer):
         starts, ends = layout.query_start_loc_np, layout.seq_lens_np
         rows = np.arange(num_tokens) + np.repeat(ends - starts[1:], np.diff(starts))
         queries = mx.zeros((num_tokens, self.num_heads, self.head_size), dtype)
-        weights = mx.zeros(queries.shape[:2])
+        weights = None if isinstance(choice, BlockChoice) else mx.zeros(queries.shape[:2])
         positions = mx.array(rows.astype(np.int32))
-        return sparse.choose(kv_cache, plan, tokens, queries, weights, positions, topk)
+        return sparse.choose(kv_cache, plan, tokens, queries, weights, positions, choice)
 
     def gathers(self, backend: KVBackend) -> bool:
         return True
@@ -157,7 +165,8 @@ class IndexLayer(AttentionLayer):
         ):
             layout = layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
             # Without kernels, which `fit` cannot launch.
-            mx.eval(self._choose_once(layout, self._topk, dtype, elements, SCATTER))
+            choice = self.blocks or self._topk
+            mx.eval(self._choose_once(layout, choice, dtype, elements, SCATTER))
 
 
 class IndexCache(PagedCache[PlanT]):
@@ -166,11 +175,26 @@ class IndexCache(PagedCache[PlanT]):
     def choose(
         self, keys: mx.array, queries: mx.array, weights: mx.array, topk: int
     ) -> mx.array | None:
-        """See AttendingCache. Returns [t, topk] places of the plan's sparse tokens, if any."""
+        """See AttendingCache. Returns [t, 1, topk] places of the plan's sparse tokens, if any."""
+        return self._choose(keys, queries, weights[:, 0].astype(mx.float32), topk)
+
+    def choose_blocks(
+        self, keys: mx.array, queries: mx.array, blocks: BlockChoice
+    ) -> mx.array | None:
+        """See AttendingCache. Returns [t, H, topk * size] places, as `choose`."""
+        return self._choose(keys, queries, None, blocks)
+
+    def _choose(
+        self,
+        keys: mx.array,
+        queries: mx.array,
+        weights: mx.array | None,
+        choice: int | BlockChoice,
+    ) -> mx.array | None:
         plan, rows = self._scope.plan, keys[:, :, 0]
         self._kv_cache.write(plan, rows, rows)
         tokens = cast(SparsePlan, plan).sparse
         if tokens is None:
             return None
-        scored = queries[:, :, 0], weights[:, 0].astype(mx.float32), self._scope.positions
-        return sparse.choose(self._kv_cache, plan, tokens, *scored, topk)
+        scored = queries[:, :, 0], weights, self._scope.positions
+        return sparse.choose(self._kv_cache, plan, tokens, *scored, choice)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from types import MethodType
 from typing import Any, Generic, NamedTuple, cast
 
@@ -96,13 +96,32 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         self, queries: mx.array, keys: mx.array, values: mx.array, scoring: Scoring
     ) -> mx.array:
         """Attends with [T, H, 1, D] queries to each request's context; returns [T, H, 1, DV]."""
-        rotated, self._rotated_queries = self._rotated_queries, None
-        if rotated is not None and queries is rotated[0]:
-            queries = rotated[1]
-        plan, rows = self._scope.plan, queries[:, :, 0]
+        plan, rows = self._scope.plan, self._rows_of(queries)
         if (separate := cast(PlanWithPrompts, plan).prompts) is not None:
             return bidirectional.attend(self._kv_cache, plan, separate, rows, scoring)[:, :, None]
         return self._kv_cache.attend(plan, rows, scoring)[:, :, None]
+
+    def attend_to_blocks(
+        self, queries: mx.array, scale: float, chosen: mx.array | None
+    ) -> mx.array:
+        """See AttendingCache. `chosen`: [t, C, topk] places of the plan's sparse tokens."""
+        plan, rows = self._scope.plan, self._rows_of(queries)
+        scoring = Scoring(scale)
+        attend = partial(self._kv_cache.attend, plan, scoring=scoring)
+        if (sparse := cast(SparsePlan, plan).sparse) is None:
+            return attend(rows)[:, :, None]
+        assert chosen is not None
+        outputs = [] if sparse.others is None else [attend(rows[sparse.others])]
+        some = sparse.of_all(rows)
+        outputs.append(attend_to_chosen(self._kv_cache, plan, some, chosen, scoring, sparse.pace))
+        return sparse.in_order(outputs)[:, :, None]
+
+    def _rows_of(self, queries: mx.array) -> mx.array:
+        """Returns [T, H, D] rotated queries of the layer's [T, H, 1, D]."""
+        rotated, self._rotated_queries = self._rotated_queries, None
+        if rotated is not None and queries is rotated[0]:
+            queries = rotated[1]
+        return queries[:, :, 0]
 
 
 class SharedCache(PagedCache[PlanT]):
@@ -190,7 +209,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         chosen: mx.array | None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """See AttendingCache. `chosen`: [t, topk] places of the plan's sparse tokens."""
+        """See AttendingCache. `chosen`: [t, 1, topk] places of the plan's sparse tokens."""
         self._projections = Projections(embed, unembed)
         rows = mx.concatenate([queries, position_queries], axis=-1)[:, :, 0]
         key_size, sparse = queries.shape[-1], cast(SparsePlan, self._scope.plan).sparse
@@ -205,8 +224,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         plan, pace = self._scope.plan, sparse.pace
         out = attend_to_chosen(self._kv_cache, plan, latent, chosen, scoring, pace)
         outputs.append(self._unembedded(out))
-        out = joined(outputs)
-        return (out if sparse.order is None else out[sparse.order])[:, :, None]
+        return sparse.in_order(outputs)[:, :, None]
 
     @property
     def _prompts(self) -> SeparatePrompts | None:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek sparse attention (arXiv:2512.02556) in MLX's operations: choices, and attention.
+"""Attention to chosen positions in MLX's operations: choices, and attention.
 
-An indexer scores each position of a token's context as sum_h w_h * relu(q_h . k), with H heads of
-queries and one of keys. The token attends to the `topk` positions with the highest scores.
+An indexer has H heads of queries and one of keys. By DeepSeek sparse attention (arXiv:2512.02556)
+it scores each position of a token's context as sum_h w_h * relu(q_h . k), and all heads of the
+attention attend to the `topk` positions with the highest scores. In MiniMax M3, each of its heads
+chooses blocks of positions for as many heads of the attention: see `BlockChoice`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from metal_kernels.paged_attention.fused import even_cuts
 from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache, Scoring
 from vllm_metal.engine.kv_cache.layer_state import PlanT, joined
 from vllm_metal.engine.kv_cache.sparse_tokens import ABSENT, SparseTokens
+from vllm_metal.patches.mlx_patches.seam import BlockChoice
 
 #: Most scores of all heads in one call, unless a single row has more: 128 MiB in float32.
 MAX_SCORES = 2**25
@@ -28,11 +31,11 @@ def choose(
     plan: PlanT,
     tokens: SparseTokens,
     queries: mx.array,
-    weights: mx.array,
+    weights: mx.array | None,
     positions: mx.array,
-    topk: int,
+    choice: int | BlockChoice,
 ) -> mx.array:
-    """Chooses the `topk` positions that each of t tokens attends to, after the write of keys.
+    """Chooses the positions that each of t tokens attends to, after the write of keys.
 
     Reads each context once. Of equal scores, those at lower positions are chosen.
 
@@ -40,53 +43,91 @@ def choose(
         kv_cache: the indexer's keys.
         plan: of the step, with `tokens`.
         queries: [T, H, D], of all tokens of the step.
-        weights: [T, H] float32, scales included.
+        weights: [T, H] float32, scales included; None with a choice of blocks.
         positions: [T] int32.
+        choice: number of positions to choose (`topk`), or blocks.
 
     Returns:
-        [t, topk] int32 places in the pool (`places_of`), by position; ABSENT behind the last.
+        [t, C, topk] int32 places in the pool (`places_of`), by position; ABSENT behind the last. C
+        is 1, or H with a choice of blocks, whose topk is that of all of their positions.
     """
     assert tokens.contexts is not None
-    queries, weights, positions = map(tokens.of_all, (queries, weights, positions))
+    given = [positions, queries] if weights is None else [positions, queries, weights]
+    given = [tokens.of_all(each) for each in given]
     found: list[mx.array] = []
     for bucket, places in zip(tokens.contexts.buckets, tokens.places, strict=True):
         rows = [
             (each if bucket.rows is None else each[bucket.rows]).reshape(
                 bucket.num_requests, bucket.query_len, *each.shape[1:]
             )
-            for each in (queries, weights, positions)
+            for each in given
         ]
         keys = kv_cache.keys_of(plan, bucket)[0].astype(mx.float32)
-        chosen = _choose_of(keys, places, rows, topk, tokens.pace)
-        found.append(chosen.reshape(-1, topk))
+        found.append(_choose_of(keys, places, rows, choice, tokens.pace).flatten(0, 1))
     chosen, order = joined(found), tokens.contexts.order
     return chosen if order is None else chosen[order]
 
 
 def _choose_of(
-    keys: mx.array, places: mx.array, rows: Sequence[mx.array], topk: int, pace: Pace | None
+    keys: mx.array,
+    places: mx.array,
+    given: Sequence[mx.array],
+    choice: int | BlockChoice,
+    pace: Pace | None,
 ) -> mx.array:
-    """Returns [n, Q, topk] places for n requests with [n, S, D] keys and [n, S] places.
+    """Returns [n, Q, C, topk] places for n requests with [n, S, D] keys and [n, S] places.
 
-    `rows` are [n, Q, H, D] queries, [n, Q, H] weights and [n, Q] positions.
+    `given` are [n, Q] positions, [n, Q, H, D] queries, and with a number [n, Q, H] weights.
     """
-    (n, num_rows, num_heads, size), num_slots = rows[0].shape, keys.shape[1]
+    (n, num_rows, num_heads, size), num_slots = given[1].shape, keys.shape[1]
     most = max(MAX_SCORES // (n * num_slots * num_heads), 1)
     found: list[mx.array] = []
     for first, rows_here in even_cuts(num_rows, most):
-        queries, weights, positions = (each[:, first : first + rows_here] for each in rows)
+        positions, queries, *others = (each[:, first : first + rows_here] for each in given)
         if pace is not None:
             pace.before(2 * n * rows_here * num_heads * num_slots * size, *found[-1:])
         if found:  # run after the previous call, whose scores are freed then
             queries = mx.depends(queries, found[-1])
         packed = queries.astype(mx.float32).reshape(n, rows_here * num_heads, size)
-        scores = mx.maximum(packed @ keys.swapaxes(-1, -2), 0)
-        scores = scores.reshape(n, rows_here, num_heads, num_slots)
-        total = (weights[:, :, None] @ scores)[:, :, 0]
-        visible = mx.arange(num_slots) <= positions[..., None]
-        total = mx.where(visible, total, -mx.inf)  # also where keys behind the context are NaN
-        found.append(largest(total, mx.broadcast_to(places[:, None], total.shape), topk))
+        scores = (packed @ keys.swapaxes(-1, -2)).reshape(n, rows_here, num_heads, num_slots)
+        if isinstance(choice, BlockChoice):
+            found.append(_places_of_blocks(scores, places, positions, choice))
+            continue
+        (weights,) = others
+        total = _seen(weights[:, :, None] @ mx.maximum(scores, 0), positions)
+        found.append(largest(total, mx.broadcast_to(places[:, None, None], total.shape), choice))
     return joined(found, axis=1)
+
+
+def _seen(scores: mx.array, positions: mx.array) -> mx.array:
+    """Replaces [n, Q, C, S] scores of positions behind the rows' own, [n, Q], by -inf.
+
+    They may be NaN.
+    """
+    visible = mx.arange(scores.shape[-1]) <= positions[..., None, None]
+    return mx.where(visible, scores, -mx.inf)
+
+
+def _places_of_blocks(
+    scores: mx.array, places: mx.array, positions: mx.array, blocks: BlockChoice
+) -> mx.array:
+    """Returns [n, Q, H, topk * size] places of the blocks that [n, Q, H, S] scores choose."""
+    n, num_rows, num_heads, num_slots = scores.shape
+    num_blocks = -(-num_slots // blocks.size)
+    missing = num_blocks * blocks.size - num_slots
+    scores = mx.pad(
+        _seen(scores, positions), [(0, 0)] * 3 + [(0, missing)], constant_values=-mx.inf
+    )
+    best = scores.reshape(n, num_rows, num_heads, num_blocks, blocks.size).max(axis=-1)
+    numbers = mx.arange(num_blocks, dtype=mx.int32)
+    own = (positions // blocks.size)[..., None, None]
+    best = mx.where((numbers <= own) & (numbers > own - blocks.num_local), mx.inf, best)
+    chosen = largest(best, mx.broadcast_to(numbers, best.shape), blocks.topk)[..., None]
+    expanded = chosen * blocks.size + mx.arange(blocks.size, dtype=mx.int32)
+    seen = (chosen != ABSENT) & (expanded <= positions[..., None, None, None])
+    expanded = mx.where(seen, expanded, 0).reshape(n, -1)
+    found = mx.take_along_axis(places, expanded, axis=1).reshape(seen.shape)
+    return mx.where(seen, found, ABSENT).flatten(-2)
 
 
 def largest(scores: mx.array, values: mx.array, topk: int) -> mx.array:
@@ -120,12 +161,12 @@ def attend(
     scoring: Scoring,
     pace: Pace | None,
 ) -> mx.array:
-    """Attends with t tokens' queries to the latents at the chosen places, which are read once.
+    """Attends with t tokens' queries to the K and V at the chosen places, which are read once.
 
     Args:
-        kv_cache: MLA latents.
-        queries: [t, H, D], in the space of the latents.
-        places: [t, topk] int32 from `choose`.
+        kv_cache: K and V, or MLA latents.
+        queries: [t, H, D]; with latents, in their space.
+        places: [t, C, topk] int32 from `choose`, each for H / C heads.
         scoring: scale and sinks.
 
     Returns:
@@ -133,39 +174,48 @@ def attend(
     """
     if pace is not None:
         pace.end(places)  # the layers before
-    most = rows_per_call(queries, places.shape[1])
+    num_kv_heads = len(kv_cache.keys.elements)
+    if (repeats := num_kv_heads // places.shape[1]) > 1:
+        places = mx.repeat(places, repeats, axis=1)
+    most = rows_per_call(kv_cache, queries, *places.shape[1:])
     outputs: list[mx.array] = []
     for first, num_rows in even_cuts(len(places), most):
         rows, some = (each[first : first + num_rows] for each in (queries, places))
         if pace is not None:
             _, num_heads, size = rows.shape
-            work_here = some.size * work(num_heads, size, kv_cache.value_size)
+            per_head = num_rows * some.shape[-1]
+            work_here = per_head * work(num_heads, size, kv_cache.value_size)
             pace.before(work_here, *outputs[-1:])
         if outputs:  # gather only after the previous call, whose rows are freed then
             some = mx.depends(some, outputs[-1])
-        keys = kv_cache.keys_at(plan, some).astype(rows.dtype)
-        scores = (rows * scoring.scale) @ keys.swapaxes(-1, -2)
-        scores = mx.where((some != ABSENT)[:, None], scores, mx.array(-mx.inf, scores.dtype))
-        shares = _shares(scores, scoring.sinks)
-        outputs.append(shares @ keys[..., : kv_cache.value_size])
+        keys, values = (each.astype(rows.dtype) for each in kv_cache.rows_at(plan, some))
+        grouped = mx.unflatten(rows * scoring.scale, 1, (some.shape[1], -1))
+        scores = grouped @ keys.swapaxes(-1, -2)
+        seen = (some != ABSENT)[:, :, None]
+        scores = mx.where(seen, scores, mx.array(-mx.inf, scores.dtype))
+        outputs.append((_shares(scores, scoring.sinks) @ values).flatten(1, 2))
     return joined(outputs)
 
 
 def _shares(scores: mx.array, sinks: mx.array | None) -> mx.array:
-    """Returns the weights of [t, H, topk] scores; sinks take their part of the softmax."""
+    """Returns the weights of [t, C, H / C, topk] scores; [H] sinks take part in the softmax."""
     if sinks is None:
         return mx.softmax(scores, axis=-1, precise=True)
-    column = mx.broadcast_to(sinks.astype(scores.dtype)[:, None], (*scores.shape[:2], 1))
+    shape = scores.shape[:-1]
+    column = mx.broadcast_to(sinks.astype(scores.dtype).reshape(shape[1:]), shape)[..., None]
     shares = mx.softmax(mx.concatenate([scores, column], axis=-1), axis=-1, precise=True)
     return shares[..., :-1]
 
 
-def rows_per_call(queries: mx.array, topk: int) -> int:
+def rows_per_call(
+    kv_cache: LayerKVCache[PlanT], queries: mx.array, num_choices: int, topk: int
+) -> int:
     """Returns the number of tokens that attend in one call."""
-    _, num_heads, size = queries.shape
+    num_heads, itemsize = queries.shape[1], queries.dtype.size
+    stored = queries.shape[2] + (0 if kv_cache.values is None else kv_cache.value_size)
     # Rows of the pool, of the step, and twice both; products, scores and their weights, and scores
     # beside a sink.
-    row = 4 * size * queries.dtype.size + 4 * num_heads * mx.float32.size
+    row = num_choices * 4 * stored * itemsize + 4 * num_heads * mx.float32.size
     return max(MAX_BYTES // (topk * row), 1)
 
 

@@ -57,6 +57,18 @@ _NESTED: Mapping[tuple[str, str], tuple[frozenset[str], Mapping[str, Any]]] = {
             "uniform_expert_assignment": False,
         },
     ),
+    ("minimax_m3_vl", "sparse_attention_config"): (
+        frozenset(
+            (
+                *("sparse_attention_freq", "sparse_block_size", "sparse_index_dim"),
+                *("sparse_local_block", "sparse_num_index_heads", "sparse_topk_blocks"),
+                # The patch reads and checks these (`mlx_patches.families.minimax_m3`).
+                *("sparse_disable_index_value", "sparse_init_block", "sparse_score_type"),
+                "use_sparse_attention",
+            )
+        ),
+        {},
+    ),
     ("kimi_linear", "linear_attn_config"): (
         frozenset(
             ("full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size")

@@ -393,6 +393,7 @@ ROWS: Sequence[Row] = (
     Row("moe_layer_end_index", _ernie_vl_expert_layer(-1), ("ernie4_5_moe_vl",)),
     Row("mamba_d_head", _mamba_head_dim, ("falcon_h1", "granitemoehybrid"), always=True),
     Row("rotary_dim", _rotated_width, ("minimax",)),
+    Row("rotary_dim", _rotated_width, ("minimax_m3_vl",), always=True),
     # As transformers' MiMoV2FlashAttention has it.
     Row("swa_num_key_value_heads", _twice_the_kv_heads, ("mimo_v2_flash",)),
     Row("hybrid_layer_pattern", _layers_with_windows, ("mimo_v2_flash",)),

@@ -155,6 +155,16 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "mellum": {"attention_bias": (False,)},
     "mimo": {"attention_bias": (True,)},
     "mimo_v2_flash": _UNTIED | {"attention_bias": (False,), "scoring_func": ("sigmoid",)},
+    "minimax_m3_vl": {
+        "attention_output_gate": (False,),
+        "n_shared_experts": (1,),
+        "qk_norm_type": ("per_head",),
+        "scoring_func": ("sigmoid",),
+        "swiglu_beta": (1.0,),
+        "use_gemma_norm": (True,),
+        "use_qk_norm": (True,),
+        "use_routing_bias": (True,),
+    },
     # mlx-lm's module of this name implements MiniMax-M2.
     "minimax": {
         "linear_attn_alpha_factor": (),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from vllm_metal.engine.config_json.rope_parameters import Config
+from vllm_metal.engine.config_json.rope_parameters import Config, rotated_share
 
 Follows = Callable[[Config], Any]
 #: Families whose window only applies if `use_sliding_window` is set (transformers' configurations).
@@ -44,6 +44,10 @@ def _all_indexed(config: Config) -> list[str]:
     stated = config["layer_types"]
     every = [[kind] * config["num_hidden_layers"] for kind in _INDEXED]
     return stated if stated in every else every[0]
+
+
+def _rotated_width(config: Config) -> int:
+    return int(config["head_dim"] * rotated_share(config))
 
 
 def _full_attention_share(config: Config) -> float:
@@ -106,6 +110,7 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
     "mamba2": {"expand": _mamba2_expand},
     "mellum": {"mlp_layer_types": _all("sparse")},
     "minicpm3": _LATENT | {"v_head_dim": _head_dim},
+    "minimax_m3_vl": {"rotary_dim": _rotated_width},
     "mistral4": {"head_dim": _mla_head_dim, "num_key_value_heads": _key("num_attention_heads")},
     "nemotron_h": {"rms_norm_eps": _key("layer_norm_epsilon")},
     "recurrent_gemma": {

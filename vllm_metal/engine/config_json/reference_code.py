@@ -71,6 +71,8 @@ _WHOLE = ""  # in place of a definition's name
 _CLASSES = Path("models/auto/modeling_auto.py")
 _FOLDERS = Path("models/auto/auto_mappings.py")
 _FOLDER_TABLE = "\nSPECIAL_MODEL_TYPE_TO_MODULE_NAME"
+#: Types of text models in published files that transformers reads as its own, whatever their name.
+_TEXT_TYPES = dict.fromkeys(("minimax_m3", "minimax_m3_text"), "minimax_m3_vl_text")
 
 
 @dataclass(frozen=True)
@@ -119,11 +121,15 @@ def reference_of(
     inner = config.get("text_config")
     around = around or {}
     parts = [config, around, *([inner] if isinstance(inner, Mapping) else [])]
-    types = [str(part["model_type"]) for part in parts if part.get("model_type")]
+    types = [_type_of(part) for part in parts if part.get("model_type")]
     names = [str(name) for part in parts for name in part.get("architectures") or ()]
     own = [] if folder is None else _own_code({**around, **config}, folder)
-    own_type = str(config.get("model_type") or "")
-    return _reference(own_type, tuple(types), tuple(names), tuple(own))
+    return _reference(_type_of(config), tuple(types), tuple(names), tuple(own))
+
+
+def _type_of(config: Config) -> str:
+    stated = str(config.get("model_type") or "")
+    return _TEXT_TYPES.get(stated, stated)
 
 
 def listed_by_vllm(table: str) -> dict[str, str]:
@@ -162,8 +168,10 @@ def is_used(args: type, key: str) -> bool:
     """Whether a library's module uses a field of its arguments, instead of only naming it."""
     if args.__module__.startswith(MLX_VLM):
         return any(_reads(_text(path), key) for path in mlx_vlm_text.sources(args))
-    file = inspect.getsourcefile(args)
-    return file is None or _reads(_text(Path(file)), key)
+    # A patch may have derived the class from the library's.
+    classes = [each for each in args.__mro__ if vars(each).get("__dataclass_fields__")]
+    files = [inspect.getsourcefile(each) for each in classes]
+    return any(file is None or _reads(_text(Path(file)), key) for file in files)
 
 
 @functools.cache

@@ -259,11 +259,11 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         keys = self.keys
         return self._gathered(keys.elements, keys.scales, bucket.block_table, bucket.bounds)
 
-    def keys_at(self, plan: KernelPlan, places: mx.array) -> mx.array:
-        # As blocks of one token.
-        keys, shape = self.keys.elements, (1, -1, 1)
-        scales = None if self.keys.scales is None else self.keys.scales.reshape(shape)
-        return self._gathered(keys.reshape(*shape, keys.shape[-1]), scales, places)[0]
+    def rows_at(self, plan: KernelPlan, places: mx.array) -> tuple[mx.array, mx.array]:
+        pools = (self.keys,) if self.values is None else (self.keys, self.values)
+        found = [self._gathered(*gathered.as_rows(pool, places))[0] for pool in pools]
+        keys, *values = (rows.reshape(*places.shape, -1) for rows in found)
+        return keys, values[0] if values else keys[..., : self.value_size]
 
     def _gathered(
         self,

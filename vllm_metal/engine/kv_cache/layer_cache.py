@@ -299,8 +299,9 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         """
 
     @abstractmethod
-    def keys_at(self, plan: PlanT, places: mx.array) -> mx.array:
-        """Returns the keys of a single head at [n, k] int32 places, [n, k, D]; see `places_of`.
+    def rows_at(self, plan: PlanT, places: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns keys and values at [n, C, k] int32 places, each [n, C, k, D]; see `places_of`.
 
-        Called after `write`. Reads no other rows of the pool; absent places are zeros.
+        The C parts of places are those of the K/V heads in turn, C / Hkv of each. Called after
+        `write`. Reads no other rows of the pool; absent places are zeros.
         """

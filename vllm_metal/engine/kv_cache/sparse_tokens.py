@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans tokens that attend to chosen positions of their contexts only (DeepSeek sparse attention).
+"""Plans tokens that attend to chosen positions of their contexts only.
 
 DeepSeek-V3.2 (arXiv:2512.02556) attends to at most `index_topk` positions per token, those with the
-highest scores of an indexer. A token whose context has no more positions attends to all of them, by
-its own context: a step, and a prompt, may have tokens of both kinds.
+highest scores of an indexer; MiniMax M3 to some blocks of positions. A token whose context has no
+more positions attends to all of them, by its own context: a step, and a prompt, may have tokens of
+both kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -18,7 +19,7 @@ import numpy as np
 
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
-from vllm_metal.engine.kv_cache.layer_state import StepLayout
+from vllm_metal.engine.kv_cache.layer_state import StepLayout, joined
 from vllm_metal.engine.kv_cache.separate_prompts import without
 
 #: In `places`: nothing there. Lower numbers are rows that this step writes.
@@ -41,6 +42,11 @@ class SparseTokens:
     def of_all(self, values: mx.array) -> mx.array:
         """Selects these tokens' rows of [T, ...] values."""
         return values if self.rows is None else values[self.rows]
+
+    def in_order(self, parts: Sequence[mx.array]) -> mx.array:
+        """Joins results of the other tokens, if any, and of these, in the order of the step."""
+        found = joined(parts)
+        return found if self.order is None else found[self.order]
 
     @cached_property
     def places(self) -> tuple[mx.array, ...]:

@@ -28,6 +28,7 @@ from vllm_metal.patches.mlx_patches.families import (
     layer_kinds,
     limite,
     llama4,
+    minimax_m3,
     mllama,
     moondream3,
     nanochat,
@@ -122,14 +123,15 @@ PATCHES: Patches = {
     ),
 }
 #: Fixes for modules that the paged path cannot serve unchanged. With rows of many texts they
-#: compute the same as with one text: the reference is mlx-lm's own forward, since transformers has
-#: no classes of these families.
+#: compute the same as with one text: the reference is mlx-lm's own forward, and transformers' class
+#: where it has one (MiniMax M3).
 PAGED: Patches = {
     "afm7": (shared_kv.afm7,),
     "baichuan_m1": (states.baichuan_m1,),
     "iquestloopcoder": (shared_kv.iquestloopcoder,),
     "llama4": (llama4.llama4,),
     "longcat_flash_ngram": (states.longcat_flash_ngram,),
+    "minimax_m3_vl": (minimax_m3.minimax_m3_vl,),
     "plamo": (plamo.plamo,),
     "plamo2": (plamo.plamo2,),
     "plamo3": (plamo.plamo3,),

@@ -31,6 +31,23 @@ class Scoring(NamedTuple):
     bias: mx.array | None = None
 
 
+class BlockChoice(NamedTuple):
+    """How each head of an indexer chooses blocks of positions (MiniMax M3).
+
+    A text's positions are cut into blocks of `size`. A block's score for a token is the largest
+    queries . key of its positions. The newest `num_local` blocks are always chosen.
+    """
+
+    size: int  # positions of a block
+    topk: int  # blocks to choose, the newest included
+    num_local: int
+
+    @property
+    def num_positions(self) -> int:
+        """Most positions that a head attends to."""
+        return self.size * self.topk
+
+
 class AttendingCache(ABC):
     """A layer's cache for mlx-lm that computes attention itself.
 
@@ -107,6 +124,30 @@ class AttendingCache(ABC):
             sinks: see Scoring.
         """
         raise NotImplementedError(f"{type(self).__name__} does not attend to chosen positions")
+
+    def choose_blocks(self, keys: mx.array, queries: mx.array, blocks: BlockChoice) -> Any:
+        """Writes an indexer's keys, and chooses blocks of positions for each of its heads.
+
+        Args:
+            keys: [T, 1, 1, D].
+            queries: [T, H, 1, D].
+
+        Returns:
+            What `attend_to_blocks` of the same step takes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not choose blocks")
+
+    def attend_to_blocks(self, queries: mx.array, scale: float, chosen: Any) -> mx.array:
+        """Attends to chosen blocks of the K and V that were last written.
+
+        Args:
+            queries: [T, H, 1, D]. Each head of the indexer chooses for as many, one after another.
+            chosen: from `choose_blocks`.
+
+        Returns:
+            [T, H, 1, DV].
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not attend to chosen blocks")
 
 
 def _dispatching(dense: _Attention) -> _Attention:
