@@ -82,7 +82,7 @@ METHODS = (
     Method(
         ("suffix",),
         "suffix:SuffixProposer",
-        "its text and past outputs of the same `cache_salt`",
+        "the request's own text, and past outputs with the same `cache_salt`",
         "optional: vLLM's `suffix_decoding_*`",
         has_network=False,
         schedules_ahead=False,
@@ -136,7 +136,7 @@ METHODS = (
         ("mtp",),
         "mtp:MTP",
         f"the model's own MTP layer: {', '.join(f.title for f in MTP_FAMILIES.values())}",
-        "a checkpoint that carries it: the model's own, a split folder beside it, or `model`",
+        "the MTP layer in the model's checkpoint, in a split folder, or in `model`",
         has_network=True,
         architectures=tuple(MTP_FAMILIES),
         looks_up=True,
