@@ -22,7 +22,8 @@ from vllm_metal.engine.config_json import (
     fixed_values,
     implied_values,
 )
-from vllm_metal.engine.config_json.config_rows import NOTHING, ROPE_ROWS, ROWS
+from vllm_metal.engine.config_json.config_rows import ROPE_ROWS, ROWS
+from vllm_metal.engine.config_json.derived_values import NOTHING
 from vllm_metal.engine.config_json.reference_code import Reference, reference_of
 from vllm_metal.engine.config_json.rope_parameters import (
     Config,
