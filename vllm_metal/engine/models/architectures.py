@@ -53,7 +53,7 @@ def check(content: Mapping[str, Any]) -> None:
             return
     raise ModelLoadError(
         f"architectures={list(names)} of config.json is not supported with model_type="
-        f"{model_type!r}: `vllm serve` has no such model. Choose a checkpoint of a family in "
+        f"{model_type!r}: no family that is served has them. Choose a checkpoint of a family in "
         "docs/models.md"
     )
 

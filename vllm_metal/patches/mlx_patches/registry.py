@@ -241,7 +241,7 @@ def missing(config: Mapping[str, Any]) -> str | None:
     if _is_of_mlx_lm(config):
         return None
     if of_mlx_vlm(config) is None:
-        return "there is no such model. Choose a checkpoint of a family in docs/models.md"
+        return "no family that is served has it. Choose a checkpoint of a family in docs/models.md"
     if is_installed():
         return None
     return f"its module is mlx-vlm's, which is not installed. Run: {install_advice('vlm')}"

@@ -48,8 +48,8 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
     (
         r"The checkpoint you are trying to load has model type `(.*?)` but",
         lambda name: (
-            f"model_type={name!r} of config.json is not supported: there is no such model. Choose "
-            "one of a family in docs/models.md"
+            f"model_type={name!r} of config.json is not supported: no family that is served has "
+            "it. Choose a checkpoint of a family in docs/models.md"
         ),
     ),
     (
