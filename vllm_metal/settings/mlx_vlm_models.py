@@ -60,6 +60,11 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
     "inkling": _INKLING,
     "inkling_mm_model": _INKLING,
     "inkling_text": _INKLING,
+    "jvlm": TextModel(
+        "jina_vlm",
+        architectures=("JinaVLMForConditionalGeneration",),
+        tower_tensors=("vl_connector.",),
+    ),
     "k2_horizon": TextModel("k2_horizon"),
     "kolibri1": TextModel("kolibri1"),
     "limite": TextModel("limite"),

@@ -73,5 +73,4 @@ qwen3_moe: qwen3_vl_moe
 WITHOUT_ROW = _names("""
 keeps an indexer's keys beside K and V: deepseek_v4 glm5_next longcat_flash_sparse qwen4_exp
 feeds coordinates back that it reads from hidden states: falcon_perception
-names settings in nested blocks, and rotates all texts of a step by one position: jina_vlm
 """)

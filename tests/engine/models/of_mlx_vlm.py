@@ -71,6 +71,61 @@ def _inkling(model_type: str) -> Family:
     return Family(model_type, "InklingForConditionalGeneration", {"text_config": text})
 
 
+_RMS = {"bias": False, "eps": 1e-3, "type": "rms", "with_affine": True}
+#: Jina VLM's text model as published.
+JINA: dict[str, Any] = {
+    "model_type": "jvlm",
+    "additional_vocab_size": 128,
+    "block_config": {
+        "attn_config": {
+            "clip_qkv": None,
+            "dropout": 0.0,
+            "fp32": False,
+            "head_dim": 16,
+            "inner_lnorm": False,
+            **{f"{kind}_bias": False for kind in "qkvo"},
+            **{f"{kind}_lnorm": kind in "qk" for kind in "qkvo"},
+            "lnorm_config": _RMS,
+            "n_heads": 6,
+            "n_kv_heads": 2,
+            "qkv_lnorm_on_heads": True,
+            "sliding_window": -1,
+            "softmax_scale": None,
+        },
+        "attn_lscale_init": None,
+        "ffn_config": {
+            "activation_type": "silu",
+            "bias": False,
+            "gated_activation": True,
+            "inner_lnorm": False,
+            "lnorm_config": {"bias": None, "eps": None, "type": "default", "with_affine": True},
+            "ratio": 4,
+            "size": 88,
+        },
+        "ffn_lscale_init": None,
+        "lnorm_config": _RMS,
+        "postnorm": False,
+        "residual_dropout": 0.0,
+        "residual_path_dropout": 0.0,
+        "residual_response_dropout": 0.1,
+    },
+    "embedding_dropout": 0.0,
+    "embedding_size": VOCAB - 2,
+    "hidden_size": 72,
+    "max_position_embeddings": None,
+    "max_sequence_length": 4096,
+    "n_layers": 4,
+    "normalize_input_embeds": False,
+    "num_hidden_layers": 4,
+    "partial_rotary_factor": 1.0,
+    "rope": True,
+    "rope_scaling": None,
+    "rope_theta": 700.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "vocab_size": VOCAB - 2,
+}
+
 FAMILIES = {
     family.module: family
     for family in (
@@ -214,6 +269,15 @@ FAMILIES = {
             hc_mult=3,
             swiglu_limit=0.3,
             rope_theta=700.0,
+        ),
+        # Two of the tokens are added to the embedding's. Sizes are in nested blocks.
+        Family(
+            "jvlm",
+            "JinaVLMForConditionalGeneration",
+            {
+                "text_config": ODD | HEAD | JINA | {"rms_norm_eps": 1e-3},
+                "vision_config": {"model_type": "jvlm"},
+            },
         ),
         _family("k2_horizon", "K2HorizonForCausalLM", **HEAD, attention_bias=True),
         _family(
@@ -513,6 +577,17 @@ AS_PUBLISHED: dict[str, dict[str, Any]] = {
         "image_reg_4_token_id": 48,
         "img_end_id": 30,
     },
+    "jvlm": {
+        "model_type": "jvlm",
+        "architectures": ["JinaVLMForConditionalGeneration"],
+        "auto_map": {"AutoConfig": "configuration_jvlm.JinaVLMConfig"},
+        "bos_token_id": 1,
+        "image_token_index": 50,
+        "text_config": JINA,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+        "vision_config": {"model_type": "jvlm", "n_layers": 2, "output_size": 72},
+    },
     "limite": ODD
     | FAMILIES["limite"].config
     | {
@@ -661,6 +736,18 @@ def _zaya1_vl(arrays: Arrays) -> Arrays:
     return found
 
 
+def _jvlm(arrays: Arrays) -> Arrays:
+    found = {"model.vision_model.patch_embed.proj.bias": mx.zeros(3)}
+    for name, array in arrays.items():
+        name = name.removeprefix("language_model.").replace(".qkv.", ".qkv_w.", 1)
+        name = name.replace("_norm.", "_lnorm.").replace(".gate_up.", ".up.")
+        found[name.replace("model.", "model.language_model.", 1)] = array
+        if ".qkv_w." in name:
+            path = name.replace("model.", "model.language_model.", 1).partition("qkv_w")[0]
+            found |= {f"{path}{kind}_b": mx.zeros(96 if kind == "q" else 32) for kind in "qkv"}
+    return found
+
+
 def _z1t(arrays: Arrays) -> Arrays:
     names = {"model.pe": "pe.pe", "model.layers.": "blocks.", "model.norm.": "norm."}
     names |= {"model.embed_tokens.": "embedding.", "lm_head.": "clf."}
@@ -683,6 +770,7 @@ def _moondream3(arrays: Arrays) -> Arrays:
 #: By model_type, what makes the small model's arrays those of a published file.
 PUBLISHED_NAMES = {
     "falcon_ocr": _falcon_ocr,
+    "jvlm": _jvlm,
     "limite": lambda arrays: {
         name.removeprefix("language_model."): array for name, array in arrays.items()
     },

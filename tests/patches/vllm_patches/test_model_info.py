@@ -40,6 +40,7 @@ TEXT_PARTS = {
     "Ernie4_5_VLMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
     "HfMoondream",
+    "JinaVLMForConditionalGeneration",
     "Moondream3ForCausalLM",
     "MllamaForConditionalGeneration",
     "MolmoForCausalLM",

@@ -65,6 +65,10 @@ _OTHER_NAMES: Mapping[str, Mapping[str, str]] = {
         "rms_norm_eps": "norm_eps",
         "max_position_embeddings": "max_seq_len",
     },
+    "jina_vlm": {
+        "num_hidden_layers": "n_layers",
+        "max_position_embeddings": "max_sequence_length",
+    },
     "molmo": {  # mlx-vlm's names are those of the code that trained it
         "d_model": "hidden_size",
         "n_layers": "num_hidden_layers",
@@ -176,6 +180,17 @@ ROWS: Sequence[Row] = (
         for key, name in other_names.items()
     ),
     Row("intermediate_size", derived.meta_mlp_width, ("llama",)),
+    *(
+        Row(key, value, ("jina_vlm",), always=True)  # the module has other defaults
+        for key, value in {
+            "additional_vocab_size": derived.copy_of("additional_vocab_size"),
+            "head_dim": derived.jina_head_dim,
+            "intermediate_size": derived.jina_mlp_width,
+            "num_attention_heads": derived.copy_of("block_config.attn_config.n_heads"),
+            "num_key_value_heads": derived.jina_kv_heads,
+            "rms_norm_eps": derived.copy_of("block_config.lnorm_config.eps"),
+        }.items()
+    ),
     Row("partial_rotary_factor", derived.no_shared_factor, ("laguna",), always=True),
     # transformers' class only clips these weights in training.
     Row(

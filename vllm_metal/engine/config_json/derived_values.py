@@ -258,3 +258,19 @@ def mllama_image_layers(config: Config) -> list[int]:
 def both_mlp_widths(config: Config) -> int | None:
     width = config.get("intermediate_size")  # of each of two projections in one array
     return None if width is None else 2 * int(width)
+
+
+def jina_head_dim(config: Config) -> int | None:
+    heads = config.get("block_config.attn_config.n_heads")
+    stated = config.get("block_config.attn_config.head_dim")
+    return stated or (config["hidden_size"] // heads if heads else None)
+
+
+def jina_kv_heads(config: Config) -> int | None:
+    heads = config.get("block_config.attn_config.n_heads")
+    return config.get("block_config.attn_config.n_kv_heads") or heads
+
+
+def jina_mlp_width(config: Config) -> int:
+    ratio = config["block_config.ffn_config.ratio"]
+    return config.get("block_config.ffn_config.size") or int(ratio * config["hidden_size"])

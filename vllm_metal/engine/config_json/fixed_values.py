@@ -26,6 +26,15 @@ _LARGEST_FLOAT32 = 3.5e38
 #: Modules that use the embedding as head, and modules with a separate head.
 _TIED = {"tie_word_embeddings": (True,)}
 _UNTIED = {"tie_word_embeddings": (False,)}
+#: Norms of Jina VLM.
+_RMS: Mapping[str, tuple[Any, ...]] = {"bias": (False,), "type": ("rms",), "with_affine": (True,)}
+
+
+def _in_block(prefix: str, **computed: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
+    # Keys as `nested_blocks` gives them.
+    return {f"block_config.{prefix}{key}": values for key, values in computed.items()}
+
+
 #: Supported values by module and key of config.json; if empty, the key must be absent.
 FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "afm7": _TIED,
@@ -120,6 +129,27 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "use_global_scale": (True,),
         "use_sconv": (True,),
     },
+    "jina_vlm": _UNTIED
+    | {"normalize_input_embeds": (False,), "rope": (True,)}
+    | _in_block("", attn_lscale_init=(), ffn_lscale_init=(), postnorm=(False,))
+    | _in_block("lnorm_config.", **_RMS)
+    | _in_block(
+        "attn_config.",
+        **dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), (False,)),
+        **dict.fromkeys(("q_lnorm", "k_lnorm", "qkv_lnorm_on_heads"), (True,)),
+        **dict.fromkeys(("v_lnorm", "o_lnorm", "inner_lnorm"), (False,)),
+        clip_qkv=(),
+        sliding_window=(-1,),
+        softmax_scale=(),
+    )
+    | _in_block("attn_config.lnorm_config.", **_RMS)
+    | _in_block(
+        "ffn_config.",
+        activation_type=("silu", "swish"),
+        bias=(False,),
+        gated_activation=(True,),
+        inner_lnorm=(False,),
+    ),
     "kimi_k3": {"use_grouped_topk": (True,)},
     "kimi_linear": _UNTIED
     | {

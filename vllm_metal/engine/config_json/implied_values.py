@@ -97,6 +97,10 @@ _FOLLOWS: Mapping[str, Mapping[str, Follows]] = {
         "swa_v_head_dim": _key("swa_head_dim"),
         "v_head_dim": _key("head_dim"),
     },
+    "jina_vlm": {
+        "embedding_size": _key("vocab_size"),
+        "block_config.attn_config.lnorm_config.eps": _key("block_config.lnorm_config.eps"),
+    },
     "kimi_k3": {"num_key_value_heads": _key("num_attention_heads")},
     "kimi_vl": _LATENT,
     "lfm2": {

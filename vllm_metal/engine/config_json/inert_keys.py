@@ -120,6 +120,11 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     "granitemoehybrid": names("mamba_chunk_size"),  # only splits a sum
     # The first is always 4, and transformers' router has no norm.
     "inkling": names("number_of_conv_states rms_norm_eps_moe_gate"),
+    "jina_vlm": names(  # a dtype, and a norm that FFNs do not have
+        "block_config.attn_config.fp32 block_config.ffn_config.lnorm_config.bias "
+        "block_config.ffn_config.lnorm_config.eps block_config.ffn_config.lnorm_config.type "
+        "block_config.ffn_config.lnorm_config.with_affine"
+    ),
     "kolibri1": names("intermediate_size"),  # no layer is dense
     "lfm2-vl": names(
         "do_image_splitting downsample_factor encoder_patch_size max_image_tokens max_num_patches "

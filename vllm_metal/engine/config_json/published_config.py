@@ -21,6 +21,7 @@ from vllm_metal.engine.config_json import (
     config_refusals,
     fixed_values,
     implied_values,
+    nested_blocks,
 )
 from vllm_metal.engine.config_json.config_rows import ROPE_ROWS, ROWS
 from vllm_metal.engine.config_json.derived_values import NOTHING
@@ -103,6 +104,8 @@ class _Reader:
             text_changes, unread = self.read(config, inner, inner_args)
             return {"text_config": {**config, **text_changes}}, unread
         is_inner = config is not self.config
+        if "text_config" not in read:
+            config = nested_blocks.flat(config, module)
         config, tied = self._tied(config, module, read)
         around = self.config if is_inner else {}
         reference = reference_of(config, self.folder, around)
@@ -111,7 +114,12 @@ class _Reader:
         changed = {key: rope[key] for key in rope.keys() & read} | changed | tied
         config_refusals.check(config, module, read)
         absent_keys.check(config, module, args, changed, reference)
-        unread = config_keys.unread(config, module, read, used, reference)
+        unread = {
+            (*nested_blocks.path(key, module), *rest): value
+            for (key, *rest), value in config_keys.unread(
+                config, module, read, used, reference
+            ).items()
+        }
         if "text_config" in read and isinstance(text := config.get("text_config"), Mapping):
             inner, inner_args = _text_args(text, module)
             if inner_args is not None:

@@ -93,10 +93,7 @@ def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
     config = load_config(path)
     for key in _left_out(config, given):
         logger.warning("--hf-overrides removes %s from config.json", key)
-    changed = {
-        key: {**config.get(key, {}), **value} if isinstance(value, dict) else value
-        for key, value in given.items()
-    }
+    changed = {key: _merged(config.get(key), value) for key, value in given.items()}
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     rope |= given.get("rope_parameters") or {}
     if given.get("rope_scaling"):
@@ -109,6 +106,18 @@ def _overrides(model_config: ModelConfig, path: Path) -> dict[str, Any]:
     # Families read one or two of the three keys, so all three get the same values.
     rope = {"rope_type": "default", **rope, "rope_theta": theta}
     return changed | {"rope_parameters": rope, "rope_scaling": rope, "rope_theta": theta}
+
+
+def _merged(stated: Any, given: Any) -> Any:
+    """Returns a value of config.json with that of an override; mappings are merged."""
+    if not isinstance(given, Mapping):
+        return given
+    # vLLM replaces RoPE parameters within text_config as a whole.
+    merged = {
+        key: value if key in _ROPE else _merged((stated or {}).get(key), value)
+        for key, value in given.items()
+    }
+    return {**(stated or {}), **merged}
 
 
 def _left_out(config: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

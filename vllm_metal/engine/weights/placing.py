@@ -102,13 +102,12 @@ def install(model: nn.Module, placed: Placed) -> None:
 
 
 def _without_empty_biases(model: nn.Module, placed: Placed) -> dict[str, mx.array]:
-    # Quantizers write biases of zeros for layers that have none.
-    layers = dict(model.named_modules())
+    # Quantizers write biases of zeros for layers that have none, and so does Jina VLM's own code.
     empty = [
         name
-        for path in placed.packings
-        if (name := f"{path}.bias") in placed.arrays and "bias" not in layers[path]
-        if not mx.any(placed.arrays[name]).item()
+        for path, layer in model.named_modules()
+        if (path in placed.packings or isinstance(layer, nn.Linear)) and "bias" not in layer
+        if (name := f"{path}.bias") in placed.arrays and not mx.any(placed.arrays[name]).item()
     ]
     return {name: array for name, array in placed.arrays.items() if name not in empty}
 

@@ -299,9 +299,11 @@ def _config_class(model_type: str) -> type:
             given = getattr(self, "architectures", None) or ()
             if not any(name in ModelRegistry.models for name in given):
                 self.architectures = [MLX_MODEL]
+            block = (values.get("block_config") or {}).get("attn_config") or {}  # of Jina VLM
+            found = {**block, **values}
             for name, others in _OTHER_NAMES.items():
                 if getattr(self, name, None) is None:
-                    setattr(self, name, next((values[x] for x in others if x in values), 1))
+                    setattr(self, name, next((found[x] for x in others if x in found), 1))
 
         def __reduce__(self) -> tuple[Any, ...]:
             """Makes the engine's process create the class again, since it cannot be imported."""
