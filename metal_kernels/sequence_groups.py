@@ -103,12 +103,15 @@ def plan(
     bounds_np: np.ndarray,
     num_taps: int = NUM_TAPS,
 ) -> ReferencePlan:
-    """Plans a step; the host must know how many kept rows each sequence applies.
+    """Plans a step of recurrent layers in MLX's operations.
+
+    Kept rows are those of drafts of the previous step. A sequence first applies the accepted ones
+    to its state; the host must know how many these are.
 
     Args:
         table_np: [N, COLUMNS] int32, `Sequences.table`.
         blocks_np: [N, W] int32, `Sequences.blocks`.
-        num_rows: T.
+        num_rows: T, of this step.
         num_kept: rows to keep for the next step, at least 1.
         num_kept_before: rows kept by the previous step.
         bounds_np: [N] int, upper bound of the kept rows that each sequence applies.

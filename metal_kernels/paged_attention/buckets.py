@@ -330,7 +330,10 @@ def _split_requests(
 
 
 def _merge_shapes(shapes: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """Merges [R] shapes where padding costs less than a call; `context`: slots of each."""
+    """Returns [R] shapes, some replaced by a wider one whose padding costs less than a call.
+
+    shapes: [R], 64 * log2 of padded rows plus log2 of padded blocks. context: [R] slots of each.
+    """
     # Steps with few short requests then have the same calls, whatever the requests are. Shapes are
     # 64 times the query's plus the context's.
     joined = shapes.copy()

@@ -190,9 +190,11 @@ class Parts:
     counts: np.ndarray  # [I] int, parts per tile and row of a piece
 
     def of_rows(self, num_rows: np.ndarray) -> np.ndarray:
-        """Returns an array of struct Row of reduce.metal, [max(n, 2), 4] int32.
+        """Returns first part and number of parts of n output rows, [max(n, 2), 4] int32.
 
-        `num_rows`: [I] output rows of each piece. The parts of shared prefixes are not set yet.
+        The layout is that of struct Row of reduce.metal; its columns for shared prefixes are 0.
+
+        num_rows: [I] output rows of each piece of a context; their sum is n.
         """
         counts = self.counts.repeat(num_rows)
         rows = np.zeros((max(len(counts), MIN_ELEMENTS // 4), 4), np.int32)

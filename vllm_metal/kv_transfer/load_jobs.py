@@ -62,7 +62,10 @@ class _Staging:
         return self.count(group) * self.pages.page_bytes(group)
 
     def take(self, group: int) -> np.ndarray | None:
-        """Returns rows for a piece, [count, page_bytes] uint8; None if all memory is in use."""
+        """Returns a buffer for pages that are read together, [count(group), page_bytes] uint8.
+
+        None if all memory is in use.
+        """
         if self.free.get(group):
             return self.free[group].pop()
         # Other groups' free rows make way.

@@ -36,7 +36,7 @@ class Convolution:
     bias: mx.Dtype | None
 
     def repeat(self, call: SequenceCall, num_rows: int) -> mx.array:
-        """Runs the operation on zeros."""
+        """Runs the operation in `call` on `num_rows` rows of zeros, and returns its output."""
         bias = None if self.bias is None else mx.zeros(self.channels, self.bias)
         weights = mx.zeros((self.channels, self.taps), self.weights)
         return call.convolve(mx.zeros((num_rows, self.channels), self.dtype), weights, bias)
@@ -55,7 +55,7 @@ class Recurrence:
     log_rates: mx.array | None = field(default=None, compare=False)
 
     def repeat(self, call: SequenceCall, num_rows: int) -> mx.array:
-        """Runs the operation on zeros."""
+        """Runs the operation in `call` on `num_rows` rows of zeros, and returns its output."""
         num_keys, key_size, num_heads, value_size = self.heads
         rows = mx.zeros((num_rows, num_keys, key_size), self.dtype)
         by_key = (num_heads, key_size)

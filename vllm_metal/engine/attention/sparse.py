@@ -75,9 +75,15 @@ def _choose_of(
     choice: int | BlockChoice,
     pace: Pace | None,
 ) -> mx.array:
-    """Returns [n, Q, C, topk] places for n requests with [n, S, D] keys and [n, S] places.
+    """Returns [n, Q, C, topk] of the `places` of n requests, those of the positions chosen.
 
-    `given` are [n, Q] positions, [n, Q, H, D] queries, and with a number [n, Q, H] weights.
+    Args:
+        keys: [n, S, D], the index keys of S positions of each request.
+        places: [n, S], where these positions are in the pool.
+        given: [n, Q] positions of the queries, [n, Q, H, D] queries, and [n, Q, H] weights if
+            `choice` is a number.
+        choice: see `choose`, also for C.
+        pace: ends command buffers between long calls.
     """
     (n, num_rows, num_heads, size), num_slots = given[1].shape, keys.shape[1]
     most = max(MAX_SCORES // (n * num_slots * num_heads), 1)

@@ -110,10 +110,12 @@ class StepOutput:
         return np.ones(len(self.batch.sampling_np), np.int32) if spans is None else spans.lens_np
 
     def unread(self, req_indices_np: np.ndarray) -> Unread | None:
-        """Returns this step's unread tokens of a later step's requests; None if all have been read.
+        """Returns tokens that this step sampled for requests of a later step; None: there are none.
 
-        Args:
-            req_indices_np: [R] int32, req_idx of these requests. All other steps have been read.
+        Only tokens that the host has not read from the device yet. All other steps must have been
+        read.
+
+        req_indices_np: [R] int32, req_idx of the later step's requests.
         """
         requests, sampled = self._requests, self.sampled
         pending = requests.have_unread_np(req_indices_np)

@@ -250,7 +250,7 @@ def page_rows(
 
 
 def _bytes_of(array: mx.array | memoryview) -> np.ndarray:
-    """Returns a view, [n, bytes of the part] uint8."""
+    """Returns a view of an array [n, ...] as [n, bytes of an element] uint8."""
     return np.asarray(memoryview(array).cast("B")).reshape(len(array), -1)  # type: ignore[arg-type]
 
 

@@ -108,7 +108,7 @@ def carries_layers(folder: Path) -> bool:
 
 
 def split_beside(folder: Path) -> Path | None:
-    """The first folder next to a model's with split MTP layers of its family; see `places`."""
+    """The first folder of `places` with MTP layers split from a model of this family, or None."""
     family = family_of(published(folder))
     for place in _places(folder):
         content = published(place)

@@ -97,7 +97,7 @@ METHODS = (
     Method(
         ("eagle", "eagle3"),
         "eagle:Eagle",
-        "a head on the model's hidden states, Llama layout",
+        "a draft head, in Llama's layout, on the model's hidden states",
         "`model`",
         has_network=True,
         architectures=tuple(EAGLE_HEADS),
@@ -136,7 +136,7 @@ METHODS = (
         ("mtp",),
         "mtp:MTP",
         f"the model's own MTP layer: {', '.join(f.title for f in MTP_FAMILIES.values())}",
-        "the MTP layer in the model's checkpoint, in a split folder, or in `model`",
+        "an MTP layer, in the model's checkpoint, in a split folder (below), or in `model`",
         has_network=True,
         architectures=tuple(MTP_FAMILIES),
         looks_up=True,
@@ -192,9 +192,10 @@ def drafts_for_others(config: VllmConfig) -> bool:
 
 
 def propose_nothing(config: VllmConfig) -> None:
-    """Turns off drafts in the configuration if `drafts_for_others`; keeps a method with draft K/V.
+    """Turns off drafts in the configuration if the engine only prefills for other engines.
 
-    The engine's scheduler then reserves neither tokens nor blocks for drafts.
+    The engine's scheduler then reserves neither tokens nor blocks for drafts. A method with draft
+    K/V, which the engine computes, remains with 0 drafts per step.
     """
     method, speculation = method_of(config), config.speculative_config
     if method is None or speculation is None or not drafts_for_others(config):

@@ -163,9 +163,11 @@ def _model_sanitize(model: Any, weights: dict[str, mx.array]) -> Mapping[str, mx
 
 
 def _part(weight: Weight, part: str, transposed: bool, index: int) -> mx.array:
-    """Returns a packed weight's part as [..., out, n] for some n; a dense weight unchanged.
+    """Returns a part (values, scales, ...) of a packed weight, [..., out, n]; a dense one whole.
 
     For a part that the weight lacks, returns a uint8 column of ones, which can be joined to others.
+
+    transposed: swap the last two axes. index: number of the weight's input order, for that part.
     """
     if isinstance(weight, mx.array):
         found = weight.swapaxes(-1, -2) if transposed else weight

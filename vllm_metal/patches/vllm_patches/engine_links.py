@@ -141,7 +141,10 @@ def end_without_a_server() -> None:
 def _with_heartbeats(
     make: Callable[..., Any], context: Any, path: str, *args: Any, **options: Any
 ) -> Any:
-    """Makes a socket with heartbeats on network links, watched if `_lost` is set."""
+    """Makes a socket by `make`, with heartbeats if `path` is a network address.
+
+    When such a socket disconnects, calls what `_lost` holds, if anything, with `path`.
+    """
     if not path.startswith("tcp://"):
         return make(context, path, *args, **options)
     with _sockets_with(context, HEARTBEATS):
