@@ -249,7 +249,9 @@ def disk_options(folder):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["glm_moe_dsa", "hy_v4", "minimax_m3_vl"])
+@pytest.mark.parametrize(
+    "name", ["glm_moe_dsa", "minimax_m3_vl", pytest.param("hy_v4", marks=pytest.mark.slow)]
+)
 def test_index_keys_leave_the_pool_with_the_latents_or_kv(name, tmp_path):
     """They come back from a disk, and reach an engine that decodes what another one computed."""
     drawn = further.FAMILIES | of_mlx_vlm.FAMILIES
