@@ -32,6 +32,7 @@ from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.stateful_layer import StepBounds
 from vllm_metal.engine.recurrent.recurrent_state import StateFormat
 from vllm_metal.patches.mlx_patches.seam import Scoring
+from vllm_metal.settings import extras
 
 LAYERS = [
     AttentionLayer("layers.0", 8, 2, 128, None),
@@ -696,3 +697,11 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
             assert {"kv_write", "kv_blocks", "decode", "prefill", "reduce"} == kernels
     finally:
         Tiles.for_layer.cache_clear()
+
+
+def test_mlxs_operations_do_not_inherit_the_interpreter(monkeypatch):
+    """Graphs are compiled again after an engine of the same process whose kernels were not."""
+    with kernel.using(kernel.named(extras.INTERPRETER)):
+        monkeypatch.setenv("VLLM_METAL_KERNELS", "mlx")
+        assert choice.kv_backend("cpu", LAYERS, mx.float32, mx.float32, 16) is SCATTER
+        assert kernel.in_graphs()

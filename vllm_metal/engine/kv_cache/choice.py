@@ -82,6 +82,7 @@ def _choose(
     tuned: Choices,
 ) -> KVBackend:
     wanted = envs.kernels()
+    kernel.use(mx.fast.metal_kernel)  # an earlier engine of this process may have interpreted them
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return SCATTER
     if wanted == "metal" and device == "cpu":
@@ -98,7 +99,6 @@ def _choose(
                 f"{extras.install_advice('interpreter')}"
             ) from error
     elif not reasons:
-        kernel.use(mx.fast.metal_kernel)
         cases = needed_cases(layers, dtype, pool_dtype, block_size)
         if wanted == "metal" or fixed:  # no timings needed: the kernels serve
             cases = [
