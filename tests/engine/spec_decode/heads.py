@@ -332,3 +332,27 @@ class Bench:
         self.known[req_idx] += len(new)
         self.computed[req_idx] = self.known[req_idx] - 1
         return accepted
+
+
+def check_chunks_and_rejections(bench: Bench, found: int, at_once: bool = False) -> None:
+    """Plays two prompts in chunks, a hit of `found` blocks, and drafts rejected anywhere.
+
+    at_once: whether a request drafts in its first step after a hit.
+    """
+    prefix = bench.prompt(3 * BLOCK)
+    bench.begin(0, prefix + bench.prompt(3))
+    bench.begin(1, bench.prompt(2))
+    assert bench.step([0, 1], [0, 0], chunk=20) == [0, 0]
+    counts = [bench.step([1, 0], [K, 0], chunk=20) for _ in range(2)]  # beside a prompt
+    assert counts == [[K, 0], [K, 0]]
+    bench.step([0, 1], [0, 2])
+    shared = bench.tables.tables_np[0][0, :found].tolist()
+    bench.begin(2, prefix + bench.prompt(5), shared)
+    assert bench.step([2], [0]) == [0]
+    if at_once:
+        assert bench.step([2], [K]) == [K]
+    drafted = 0
+    for number in range(6):
+        some = bench.rng.permutation(3)[: 2 if number % 3 else 3]  # now and then one sits out
+        drafted += sum(bench.step(some, bench.rng.integers(0, K + 1, len(some))))
+    assert drafted > 15

@@ -26,6 +26,7 @@ from engine.spec_decode.heads import (
     VOCAB,
     Bench,
     K,
+    check_chunks_and_rejections,
     engine_config,
     serve_and_check,
     write_head,
@@ -75,23 +76,8 @@ def bench(request, tmp_path_factory):
 
 
 def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
-    prefix = bench.prompt(3 * BLOCK)
-    bench.begin(0, prefix + bench.prompt(3))
-    bench.begin(1, bench.prompt(2))
-    assert bench.step([0, 1], [0, 0], chunk=20) == [0, 0]
-    counts = [bench.step([1, 0], [K, 0], chunk=20) for _ in range(2)]  # beside a prompt
-    assert counts == [[K, 0], [K, 0]]
-    bench.step([0, 1], [0, 2])
     # A hit of whole blocks drafts at once, though no token of them is computed.
-    shared = bench.tables.tables_np[0][0, :3].tolist()
-    bench.begin(2, prefix + bench.prompt(5), shared)
-    assert bench.step([2], [0]) == [0]
-    assert bench.step([2], [K]) == [K]
-    drafted = 0
-    for number in range(6):
-        some = bench.rng.permutation(3)[: 2 if number % 3 else 3]  # now and then one sits out
-        drafted += sum(bench.step(some, bench.rng.integers(0, K + 1, len(some))))
-    assert drafted > 15
+    check_chunks_and_rejections(bench, found=3, at_once=True)
 
 
 def test_hidden_states_and_logits_are_vllms(bench):

@@ -13,6 +13,7 @@ from engine.spec_decode.heads import (
     Bench,
     DenseTarget,
     K,
+    check_chunks_and_rejections,
     engine_config,
     one_process,
     vllm_module,
@@ -130,24 +131,8 @@ def bench(request, tmp_path_factory):
 
 
 def test_drafts_are_vllms_for_prompts_in_chunks_and_any_pattern_of_acceptance(bench):
-    prefix = bench.prompt(3 * BLOCK)
-    bench.begin(0, prefix + bench.prompt(3))
-    bench.begin(1, bench.prompt(2))
-    assert bench.step([0, 1], [0, 0], chunk=20) == [0, 0]
-    counts = [bench.step([1, 0], [K, 0], chunk=20) for _ in range(2)]  # beside a prompt
-    assert counts == [[K, 0], [K, 0]]
-    bench.step([0, 1], [0, 2])
     # The scheduler leaves a block out: the head's K/V at its end follow from the token after it.
-    shared = bench.tables.tables_np[0][0, :2].tolist()
-    bench.begin(2, prefix + bench.prompt(5), shared)
-    assert bench.step([2], [0]) == [0]
-    drafted = 0
-    for number in range(6):
-        req_indices = bench.rng.permutation(3)[
-            : 2 if number % 3 else 3
-        ]  # now and then one sits out
-        drafted += sum(bench.step(req_indices, bench.rng.integers(0, K + 1, len(req_indices))))
-    assert drafted > 15
+    check_chunks_and_rejections(bench, found=2)
     for req_idx in range(3):
         bench.proposer.forget_request(req_idx)
 
