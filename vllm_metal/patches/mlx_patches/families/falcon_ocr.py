@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from vllm_metal.patches.mlx_patches.families.arrays import Arrays
-from vllm_metal.patches.mlx_patches.families.limite import EPSILON
+from vllm_metal.patches.mlx_patches.families.norms import TORCH_EPSILON
 from vllm_metal.patches.mlx_patches.replacing import after_init, wrap
 
 _TABLES = ("cos_1d", "sin_1d")
@@ -37,12 +37,12 @@ def arrays(module: ModuleType) -> None:
 
 
 def _attention(layer: Any, args: Any) -> None:
-    layer.n_rep, layer.eps = 1, EPSILON
+    layer.n_rep, layer.eps = 1, TORCH_EPSILON
     layer._norm_w_in = layer._norm_w_qk = None
 
 
 def _mlp(layer: Any, args: Any) -> None:
-    layer.eps, layer._norm_w = EPSILON, None
+    layer.eps, layer._norm_w = TORCH_EPSILON, None
 
 
 def _with_caches(before: Callable[..., mx.array]) -> Callable[..., mx.array]:

@@ -16,10 +16,9 @@ from mlx_lm.models.cache import KVCache
 
 from vllm_metal.patches.mlx_patches.families.forwards import offset_of
 from vllm_metal.patches.mlx_patches.families.inkling import MaskedWindowCache
+from vllm_metal.patches.mlx_patches.families.norms import TORCH_EPSILON
 from vllm_metal.patches.mlx_patches.replacing import wrap
 
-#: Of float32: the default of torch's norms of any floating dtype below float64.
-EPSILON = 2.0**-23
 #: In the names of weights that the module reads in float32 in a model of any dtype.
 _IN_FLOAT32 = ".xsa_alpha"
 
@@ -38,7 +37,7 @@ def arrays(module: ModuleType) -> None:
 
 
 def _rms_norm(x: mx.array) -> mx.array:
-    return mx.fast.rms_norm(x, None, EPSILON)
+    return mx.fast.rms_norm(x, None, TORCH_EPSILON)
 
 
 def _of_one_text(before: Callable[..., mx.array]) -> Callable[..., mx.array | None]:

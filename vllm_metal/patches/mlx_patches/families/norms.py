@@ -11,6 +11,9 @@ import mlx.nn as nn
 
 from vllm_metal.patches.mlx_patches.replacing import after_init
 
+#: Of float32: the default of torch's norms of any floating dtype below float64.
+TORCH_EPSILON = 2.0**-23
+
 
 def epsilon(key: str) -> Callable[[ModuleType], None]:
     """Returns a patch that sets all norms' epsilon to that in config.json's `key`."""
