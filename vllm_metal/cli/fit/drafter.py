@@ -47,6 +47,9 @@ from vllm_metal.engine.weights.files import stored_arrays
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+#: Dtypes of arrays that are not loaded in the drafter's own.
+_LOADED_AS = {dtype: dtype for dtype in (mx.uint32, mx.uint8, mx.int32)} | {mx.int64: mx.int32}
+
 
 @dataclass(frozen=True)
 class Drafter:
@@ -180,15 +183,11 @@ def _assistant(
 
 def _stored(folder: Path, dtype: mx.Dtype, leaves_out: Callable[[str], bool]) -> int:
     """Returns the bytes of the arrays to load; unpacked ones count in the drafter's dtype."""
-    total = 0
-    for name, array in stored_arrays(folder):
-        if not leaves_out(name):
-            if array.dtype == mx.int64:  # loaded as int32
-                total += array.size * mx.int32.size
-                continue
-            whole = array.dtype in (mx.uint32, mx.uint8, mx.int32)
-            total += array.nbytes if whole else array.size * dtype.size
-    return total
+    return sum(
+        array.size * _LOADED_AS.get(array.dtype, dtype).size
+        for name, array in stored_arrays(folder)
+        if not leaves_out(name)
+    )
 
 
 def _nbytes(network: BlockDrafter) -> int:
