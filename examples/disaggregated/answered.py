@@ -46,23 +46,23 @@ class _Piece:
 
 
 class Answered:
-    """Beginnings of the prompts that were answered last, as digests: no text is kept."""
+    """Remembers the prefixes of the newest answered prompts, as digests: no text is kept."""
 
     def __init__(self, pool_tokens: int = POOL_TOKENS) -> None:
         """
         Args:
-            pool_tokens: how many the pool of the server that answers holds.
+            pool_tokens: tokens that the KV pool of the answering server holds.
         """
         self._most = pool_tokens
         self._held = 0.0
         self._tokens: OrderedDict[bytes, float] = OrderedDict()
 
     def new_tokens(self, body: dict[str, Any], whose: str) -> int:
-        """How many tokens of a prompt are not known to be there.
+        """Returns the number of a prompt's tokens that the server's cache is not known to hold.
 
         Args:
-            body: of the request.
-            whose: who asks; nobody finds what another one's prompt left.
+            body: the request's body.
+            whose: the client; clients do not share prefixes.
         """
         known, any_known = 0.0, False
         for piece in _pieces(body, whose):
@@ -73,8 +73,8 @@ class Answered:
         return max(0, prompt_tokens(body) - round(known))
 
     def note(self, body: dict[str, Any], whose: str) -> None:
-        """Takes in a prompt that was answered; the oldest go where there are too many tokens."""
-        for piece in reversed(list(_pieces(body, whose))):  # so that ends go before beginnings
+        """Adds an answered prompt, and drops the oldest prefixes beyond the limit of tokens."""
+        for piece in reversed(list(_pieces(body, whose))):  # so that the ends of prompts are dropped first
             self._held += piece.tokens - self._tokens.pop(piece.digest, 0.0)
             self._tokens[piece.digest] = piece.tokens
         while self._held > self._most:
@@ -89,7 +89,7 @@ def _pieces(body: dict[str, Any], whose: str) -> Iterator[_Piece]:
 
 
 def _parts(body: dict[str, Any]) -> Iterator[tuple[object, bool]]:
-    """A prompt's parts in their order, and which of them are answers."""
+    """Yields the parts of a prompt in order, and whether each is an answer."""
     prompt = body.get("prompt") or []
     step = _PIECE_TOKENS * (_CHARACTERS_A_TOKEN if isinstance(prompt, str) else 1)
     for start in range(0, len(prompt), step):
