@@ -49,7 +49,7 @@ _EVERYWHERE = union(
                 "e2e/test_prefix_cache.py::test_tenants_share_by_salt_and_not_otherwise": (
                     "cache_salt"
                 ),
-                "e2e/test_serve_apart.py::test_text_and_drafts_are_those_of_one_server": (
+                "e2e/test_serve_disaggregated.py::test_text_and_drafts_are_those_of_one_server": (
                     "kv_transfer_params"
                 ),
             }

@@ -36,7 +36,7 @@ def test_what_the_pool_has_lost_is_found_on_disk(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_prefill_apart_from_decode(tiny):
+def test_disaggregated_prefill(tiny):
     """Of many prompts: a step that is laid out while the last one's tokens are read is rare."""
     prompts = random_prompts([100] * 24, VOCAB)
     port = free_port()
