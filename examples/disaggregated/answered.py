@@ -74,7 +74,8 @@ class Answered:
 
     def note(self, body: dict[str, Any], whose: str) -> None:
         """Adds an answered prompt, and drops the oldest prefixes beyond the limit of tokens."""
-        for piece in reversed(list(_pieces(body, whose))):  # so that the ends of prompts are dropped first
+        # Reversed, so that the ends of prompts are dropped before their prefixes.
+        for piece in reversed(list(_pieces(body, whose))):
             self._held += piece.tokens - self._tokens.pop(piece.digest, 0.0)
             self._tokens[piece.digest] = piece.tokens
         while self._held > self._most:

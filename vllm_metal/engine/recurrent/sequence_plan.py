@@ -9,7 +9,7 @@ its first and its last: these are block 0.
 A step that verifies drafts stores the state after its last certain token in the block of its last
 draft: that block still belongs to the request in the next step, however many drafts are accepted.
 The drafts' inputs are kept rows, which the next step applies up to its own first token
-(`KeptRows`).
+(`PendingDrafts`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from metal_kernels.sequence_groups import ReferencePlan
 from metal_kernels.sequences import Sequences
 from vllm_metal.engine.kv_cache.layer_state import StepLayout, StepScope
 from vllm_metal.engine.recurrent import long_prompts
-from vllm_metal.engine.recurrent.kept_rows import NO_ENTRIES, Entries, KeptRows, lag_of
 from vllm_metal.engine.recurrent.long_prompts import LongPrompts
+from vllm_metal.engine.recurrent.pending_drafts import NO_ENTRIES, Entries, PendingDrafts, lag_of
 
 _numbers = count()  # of scopes
 #: Minimum width of the block table.
@@ -66,7 +66,7 @@ class SequenceScope(StepScope[SequencePlan]):
         self.by_kernels, self.num_taps = by_kernels, num_taps
         self.long_prompt = long_prompt
         self._block_size = 0
-        self.kept = KeptRows()
+        self.kept = PendingDrafts()
 
     def _planned(self, layout: StepLayout) -> SequencePlan:
         self._block_size = layout.block_size

@@ -63,7 +63,7 @@ _NOTHING: dict[str, Any] = dict.fromkeys(_COLUMNS, np.zeros(0, np.int32))
 NO_ENTRIES = Entries(**_NOTHING | {"tables_np": np.zeros((0, 1), np.int32)}, lag=None)
 
 
-class KeptRows:
+class PendingDrafts:
     """Entries of one KV cache group, from the step that creates them to the step that applies them.
 
     A request's next step applies its entry. The entry of a request without a next step is applied
