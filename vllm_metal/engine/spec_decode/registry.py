@@ -136,8 +136,8 @@ METHODS = (
         ("mtp",),
         "mtp:MTP",
         f"the model's own MTP layer: {', '.join(f.title for f in MTP_FAMILIES.values())}",
-        "an MTP layer: in the served checkpoint, in a split folder (below), or in the checkpoint or "
-        "folder that `model` names",
+        "an MTP layer: in the served checkpoint, in a split folder (below), or in the checkpoint "
+        "or folder that `model` names",
         has_network=True,
         architectures=tuple(MTP_FAMILIES),
         looks_up=True,
