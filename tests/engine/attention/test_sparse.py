@@ -18,7 +18,13 @@ from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.layer_state import StepLayout
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.sparse_tokens import ABSENT
-from vllm_metal.patches.mlx_patches.seam import BlockChoice, Scoring
+from vllm_metal.patches.mlx_patches.seam import (
+    BlockChoice,
+    Choice,
+    GroupChoice,
+    Scoring,
+    num_positions,
+)
 
 BLOCK, NUM_BLOCKS, SIZE = 16, 24, 16
 #: Tokens of each request in the step, and in its context: decodes, a prompt that begins with fewer
@@ -27,42 +33,57 @@ REQUESTS = [(1, 70), (20, 23), (4, 41), (3, 8), (1, 9)]
 SINKS = np.array([0.7, -1.5, 1.2, 0.1, -0.4, 2.0, -2.2, 0.9], np.float32)  # of each head
 
 
+#: Added to the gates of a group's rows, by their order.
+ORDER = np.linspace(-1, 1, 5)[:, None] * np.linspace(2, -1, SIZE)
+
+
+def pooled(rows):
+    """Keys of groups of rows that are a key, and its gates in the softmax over the group."""
+    keys, gates = mx.split(rows, [SIZE], axis=-1)
+    shares = mx.softmax(gates + mx.array(ORDER[: rows.shape[2]], mx.float32), axis=2)
+    return (shares * keys).sum(axis=2)
+
+
 @dataclass(frozen=True)
 class Case:
     """An indexer, and the layer for which it chooses."""
 
-    choice: int | BlockChoice
+    choice: Choice
     index_heads: int
     heads: int
     kv_heads: int
     head_size: int = 20
     value_size: int = 16
+    latent: bool = False
+    weighted: bool = False  # whether the indexer's heads have weights
 
     @property
     def topk(self):
-        return self.choice if isinstance(self.choice, int) else self.choice.num_positions
+        return num_positions(self.choice)
 
     @property
     def index(self):
-        return IndexLayer.of("layers.0.1", self.index_heads, SIZE, self.choice)
+        row_size = 2 * SIZE if isinstance(self.choice, GroupChoice) else SIZE
+        return IndexLayer.of("layers.0.1", self.index_heads, row_size, self.choice, SIZE)
 
     @property
     def layer(self):
-        of_latents = isinstance(self.choice, int)
         sizes = self.heads, self.kv_heads, self.head_size, None
         return AttentionLayer(
             *("layers.0.0", *sizes),
             value_size=self.value_size,
-            latent=of_latents,
+            latent=self.latent,
             topk=self.topk,
-            choices=1 if of_latents else self.index_heads,
+            choices=self.index_heads if isinstance(self.choice, BlockChoice) else 1,
         )
 
 
-LATENTS = Case(8, index_heads=3, heads=2, kv_heads=1)
+OF_LATENTS = {"index_heads": 3, "heads": 2, "kv_heads": 1, "latent": True, "weighted": True}
 #: Blocks that the pool's are multiples of, and others; as many choices as K/V heads, more, fewer.
 CASES = {
-    "latents": LATENTS,
+    "latents": Case(8, **OF_LATENTS),
+    "groups of latents": Case(GroupChoice(2, 3, pooled), **OF_LATENTS),
+    "groups for all K/V heads": Case(GroupChoice(5, 2, pooled), 3, 6, 2),
     "a choice for each K/V head": Case(BlockChoice(4, 2, 1), 2, 6, 2),
     "for half of its heads": Case(BlockChoice(3, 5, 2), 4, 8, 2, 16),
     "for two K/V heads": Case(BlockChoice(20, 1, 0), 2, 8, 4, 24, 24),
@@ -164,8 +185,8 @@ class Layers:
             cache.write(plan, mx.array(keys[slots]), mx.array(values[slots]))
         tokens = plans[0].sparse
         queries, weights, of_layer = map(mx.array, given)
-        of_blocks = isinstance(self.case.choice, BlockChoice)
-        scored = queries, None if of_blocks else weights, mx.array(positions.astype(np.int32))
+        weights = weights if self.case.weighted else None
+        scored = queries, weights, mx.array(positions.astype(np.int32))
         places = sparse.choose(index, plans[0], tokens, *scored, self.case.choice)
         rows = plans[1].sparse.of_all(of_layer)
         scoring = Scoring(0.5, None if self.sinks is None else mx.array(self.sinks))
@@ -173,27 +194,44 @@ class Layers:
         return np.array(tokens.of_all(mx.arange(len(slots)))), np.array(places), np.array(out)
 
 
-def chosen_of(case, products, weights):
-    """Positions that a token chooses by [H, S] products of its context, of each choice."""
+def chosen_of(case, query, rows, weights):
+    """Positions that a token chooses by the rows of its context, of each choice."""
+    if isinstance(case.choice, GroupChoice):
+        return [chosen_of_groups(case.choice, query, rows, weights)]
+    products = query @ rows.T
     if isinstance(case.choice, int):
-        scores = weights @ np.maximum(products, 0)
-        return [np.sort(np.argsort(-scores, kind="stable")[: case.choice])]
+        return [best(weights @ np.maximum(products, 0), case.choice)]
     size, topk, num_local = case.choice
     newest = (products.shape[1] - 1) // size
     found = []
     for row in products:
         scores = [row[first : first + size].max() for first in range(0, len(row), size)]
         scores = np.where(np.arange(newest + 1) > newest - num_local, np.inf, scores)
-        best = np.argsort(-scores, kind="stable")[:topk]
-        found.append(np.flatnonzero(np.isin(np.arange(len(row)) // size, best)))
+        found.append(np.flatnonzero(np.isin(np.arange(len(row)) // size, best(scores, topk))))
     return found
+
+
+def best(scores, count):
+    return np.sort(np.argsort(-scores, kind="stable")[:count])
+
+
+def chosen_of_groups(groups, query, rows, weights):
+    keys = []
+    for first in range(0, len(rows) - groups.size + 1, groups.size):
+        of_group = rows[first : first + groups.size]
+        shares = np.exp(of_group[:, SIZE:] + ORDER[: groups.size])
+        keys.append((shares / shares.sum(0) * of_group[:, :SIZE]).sum(0))
+    scores = weights @ np.maximum(query @ np.array(keys).T, 0)
+    chosen = [*best(scores, groups.topk), len(keys)]
+    return np.flatnonzero(np.isin(np.arange(len(rows)) // groups.size, chosen))
 
 
 def expected_of(layers, table, position, query, weights, of_layer):
     """A token's chosen positions, and its output, by a loop over its context and heads."""
     case, (keys, values) = layers.case, layers.rows[1]
     slots = slots_of(table, np.arange(position + 1))
-    chosen = chosen_of(case, query @ layers.index_keys[slots].astype(np.float64).T, weights)
+    rows = layers.index_keys[slots].astype(np.float64)
+    chosen = chosen_of(case, query, rows, weights if case.weighted else np.ones_like(weights))
     outputs = []
     for head, row in enumerate(of_layer):
         of_head = slots[chosen[head * len(chosen) // case.heads]]
@@ -263,7 +301,7 @@ def test_a_step_of_prompts_drafts_and_decodes(name, backend, most_scores, has_si
     assert np.array_equal(places, results[1]) and np.array_equal(out, results[2])
 
 
-@pytest.mark.parametrize("name", ["latents", "a choice for each K/V head"])
+@pytest.mark.parametrize("name", ["latents", "groups of latents", "a choice for each K/V head"])
 def test_positions_that_only_the_device_knows(name):
     """The host counts three drafts that were rejected: one token then has fewer than it chooses."""
     case = CASES[name]

@@ -28,7 +28,7 @@ from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.specs import block_size_for, host_of_states
 from vllm_metal.engine.kv_cache.warm_up import compile_kernels
 from vllm_metal.patches.mlx_patches import rotations
-from vllm_metal.patches.mlx_patches.seam import BlockChoice, Scoring
+from vllm_metal.patches.mlx_patches.seam import BlockChoice, GroupChoice, Scoring
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 70
 MOST = NUM_BLOCKS * BLOCK_SIZE - 300  # positions before a step's rows
@@ -158,17 +158,24 @@ def test_contexts_of_latents_are_gathered_once_before_any_prompt(pool_dtype):
 
 
 OF_LATENTS = AttentionLayer("layers.0", 2, 1, 576, None, value_size=512, latent=True, topk=64)
+#: Without RoPE.
+OF_GROUPS = AttentionLayer("layers.0", 2, 1, 512, None, latent=True, topk=64)
 OF_HEADS = AttentionLayer("layers.0", 8, 2, 192, None, topk=64, choices=2)
 
 
 @pytest.mark.parametrize("pool_dtype", [mx.float16, mx.uint8], ids=str)
 @pytest.mark.parametrize(
     ("layer", "choice"),
-    [(OF_LATENTS, 64), (OF_HEADS, BlockChoice(16, 4, 1))],
-    ids=["latents", "blocks of K/V"],
+    [
+        (OF_LATENTS, 64),
+        (OF_GROUPS, GroupChoice(5, 12, lambda rows: rows.sum(axis=2)[..., :64])),
+        (OF_HEADS, BlockChoice(16, 4, 1)),
+    ],
+    ids=["latents", "groups of latents", "blocks of K/V"],
 )
 def test_sparse_attention_gathers_by_pipelines_that_are_there(layer, choice, pool_dtype):
-    index = IndexLayer.of("layers.0.1", 2, 128, choice)
+    query_size = 64 if isinstance(choice, GroupChoice) else 128
+    index = IndexLayer.of("layers.0.1", 2, 128, choice, query_size)
     recorder = Recorder()
     with kernel.using(recorder.metal_kernel):
         compile_kernels(KERNELS, [layer, index], mx.float16, pool_dtype, BLOCK_SIZE)
@@ -180,7 +187,7 @@ def test_sparse_attention_gathers_by_pipelines_that_are_there(layer, choice, poo
             rows = mx.zeros((12, each.num_kv_heads, each.head_size), mx.float16)
             states[-1].write(plans[-1], rows, rows)
         weights = mx.zeros((12, 2)) if layer.latent else None
-        given = mx.zeros((12, 2, 128), mx.float16), weights, mx.zeros(12, mx.int32)
+        given = mx.zeros((12, 2, query_size), mx.float16), weights, mx.zeros(12, mx.int32)
         places = sparse.choose(states[1], plans[1], plans[1].sparse, *given, choice)
         assert places.shape == (10, layer.choices, 64)
         queries = mx.zeros((10, layer.num_heads, layer.head_size), mx.float16)

@@ -8,7 +8,7 @@ so the prefix cache, preemption, disk and peers treat them like any other layer'
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple, cast
 
@@ -28,7 +28,12 @@ from vllm_metal.engine.kv_cache.layer_state import LayerState, PlanT, StepLayout
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.kv_cache.sparse_tokens import SparsePlan
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
-from vllm_metal.patches.mlx_patches.seam import BlockChoice
+from vllm_metal.patches.mlx_patches.seam import (
+    BlockChoice,
+    Choice,
+    GroupChoice,
+    num_positions,
+)
 
 #: Kernels that write and read the keys; no attention kernel does.
 _KERNELS = ("kv_write", "kv_gather", "kv_blocks")
@@ -39,30 +44,41 @@ class IndexKind(NamedTuple):
 
     num_heads: int
     head_size: int
-    choice: int | BlockChoice
+    choice: Choice
 
 
 @dataclass(frozen=True)
 class IndexLayer(AttentionLayer):
-    """The keys of one layer's indexer; `num_heads` are those of its queries."""
+    """The keys of one layer's indexer, or rows that it pools; `num_heads` are its queries'."""
 
-    blocks: BlockChoice | None = None  # None: it chooses `topk` positions one by one
+    choice: Choice = 0
+    query_size: int = 0
 
     @staticmethod
-    def of(name: str, num_heads: int, head_size: int, choice: int | BlockChoice) -> IndexLayer:
-        sizes = name, num_heads, 1, head_size, None
-        if isinstance(choice, BlockChoice):
-            return IndexLayer(*sizes, latent=True, topk=choice.num_positions, blocks=choice)
-        return IndexLayer(*sizes, latent=True, topk=choice)
+    def of(
+        name: str, num_heads: int, row_size: int, choice: Choice, query_size: int | None = None
+    ) -> IndexLayer:
+        """`query_size` differs from `row_size` if the rows are pooled."""
+        query_size = query_size or row_size
+        if isinstance(choice, GroupChoice):  # a layer keeps no weights
+            choice = replace(choice, pooled=_Pooling(query_size))
+        sizes = name, num_heads, 1, row_size, None
+        topk = num_positions(choice)
+        return IndexLayer(*sizes, latent=True, topk=topk, choice=choice, query_size=query_size)
 
     @cached_property
     def kind(self) -> Hashable:
-        return IndexKind(self.num_heads, self.head_size, self.blocks or self._topk)
+        return IndexKind(self.num_heads, self.head_size, self.choice)
 
     @property
     def _topk(self) -> int:
         assert self.topk is not None
         return self.topk
+
+    @property
+    def _per_key(self) -> int:
+        """Positions that one key stands for."""
+        return self.choice.size if isinstance(self.choice, GroupChoice) else 1
 
     @property
     def _pair(self) -> AttentionShape:
@@ -77,7 +93,7 @@ class IndexLayer(AttentionLayer):
 
     def _planned(self, layout: StepLayout, backend: KVBackend[PlanT], topk: int) -> PlanT:
         plan_of = partial(backend.plan_of_writes, num_kv_heads=self.num_kv_heads)
-        work = 2 * self.num_heads * self.head_size
+        work = 2 * self.num_heads * self.query_size // self._per_key
         return cast(
             PlanT,
             sparse_tokens.with_contexts(layout, topk, plan_of, backend.plan_of_contexts, work),
@@ -114,30 +130,31 @@ class IndexLayer(AttentionLayer):
             return
         size = block_size // parts_of(block_size)
         layout = layout_of_long_contexts(1, 2, size, size)
-        once = 1 if self.blocks is None else BlockChoice(1, 1, 0)
-        yield self.kind, partial(self._choose_once, layout, once, dtype, elements, backend)
+        yield (
+            self.kind,
+            partial(self._choose_once, layout, _least(self.choice), dtype, elements, backend),
+        )
 
     def _choose_once(
         self,
         layout: StepLayout,
-        choice: int | BlockChoice,
+        choice: Choice,
         dtype: mx.Dtype,
         elements: mx.Dtype,
         backend: KVBackend[PlanT],
     ) -> mx.array:
         """Writes zeros for all tokens, and chooses positions for each."""
-        topk = choice.num_positions if isinstance(choice, BlockChoice) else choice
         num_blocks = int(layout.block_tables_np.max()) + 1
         kv_cache = self.allocate(num_blocks, layout.block_size, elements, backend)
         layout = layout.split(kv_cache.split)
-        plan = self._planned(layout, backend, topk)
+        plan = self._planned(layout, backend, num_positions(choice))
         num_tokens = int(layout.query_start_loc_np[-1])
         self._write_once(kv_cache, plan, num_tokens, dtype)
         tokens = cast(SparsePlan, plan).sparse
         assert tokens is not None
         starts, ends = layout.query_start_loc_np, layout.seq_lens_np
         rows = np.arange(num_tokens) + np.repeat(ends - starts[1:], np.diff(starts))
-        queries = mx.zeros((num_tokens, self.num_heads, self.head_size), dtype)
+        queries = mx.zeros((num_tokens, self.num_heads, self.query_size), dtype)
         weights = None if isinstance(choice, BlockChoice) else mx.zeros(queries.shape[:2])
         positions = mx.array(rows.astype(np.int32))
         return sparse.choose(kv_cache, plan, tokens, queries, weights, positions, choice)
@@ -157,7 +174,7 @@ class IndexLayer(AttentionLayer):
         if context <= self._topk:
             return
         # Of three calls, one waits for another.
-        rows = 3 * max(sparse.MAX_SCORES // (context * self.num_heads), 1)
+        rows = 3 * max(sparse.MAX_SCORES * self._per_key // (context * self.num_heads), 1)
         many = max(MAX_GATHERED // context, 1)
         for num_reqs, num_rows in (
             (1, min(bounds.num_tokens, context - self._topk, rows)),
@@ -165,36 +182,39 @@ class IndexLayer(AttentionLayer):
         ):
             layout = layout_of_long_contexts(num_reqs, num_rows, context, bounds.block_size)
             # Without kernels, which `fit` cannot launch.
-            choice = self.blocks or self._topk
-            mx.eval(self._choose_once(layout, choice, dtype, elements, SCATTER))
+            mx.eval(self._choose_once(layout, self.choice, dtype, elements, SCATTER))
+
+
+@dataclass(frozen=True)
+class _Pooling:
+    """Pools rows without a model's weights, in memory as a model does."""
+
+    size: int  # of a key
+
+    def __call__(self, rows: mx.array) -> mx.array:
+        return (mx.softmax(rows, axis=2) * rows).sum(axis=2)[..., : self.size]
+
+
+def _least(choice: Choice) -> Choice:
+    """Returns a choice of the same kind that one position suffices for."""
+    if isinstance(choice, GroupChoice):
+        return replace(choice, size=1, topk=1)
+    return 1 if isinstance(choice, int) else BlockChoice(1, 1, 0)
 
 
 class IndexCache(PagedCache[PlanT]):
     """The cache of an indexer: takes its keys, and chooses positions for its layer's attention."""
 
     def choose(
-        self, keys: mx.array, queries: mx.array, weights: mx.array, topk: int
+        self, keys: mx.array, queries: mx.array, weights: mx.array | None, choice: Choice
     ) -> mx.array | None:
-        """See AttendingCache. Returns [t, 1, topk] places of the plan's sparse tokens, if any."""
-        return self._choose(keys, queries, weights[:, 0].astype(mx.float32), topk)
-
-    def choose_blocks(
-        self, keys: mx.array, queries: mx.array, blocks: BlockChoice
-    ) -> mx.array | None:
-        """See AttendingCache. Returns [t, H, topk * size] places, as `choose`."""
-        return self._choose(keys, queries, None, blocks)
-
-    def _choose(
-        self,
-        keys: mx.array,
-        queries: mx.array,
-        weights: mx.array | None,
-        choice: int | BlockChoice,
-    ) -> mx.array | None:
+        """See AttendingCache. Returns [t, C, topk] places of the plan's sparse tokens, if any."""
         plan, rows = self._scope.plan, keys[:, :, 0]
         self._kv_cache.write(plan, rows, rows)
         tokens = cast(SparsePlan, plan).sparse
         if tokens is None:
             return None
+        if weights is not None:
+            weights = weights[:, 0].astype(mx.float32)
         scored = queries[:, :, 0], weights, self._scope.positions
         return sparse.choose(self._kv_cache, plan, tokens, *scored, choice)

@@ -38,7 +38,13 @@ from vllm_metal.patches.mlx_patches.families.inkling import MaskedWindowCache
 from vllm_metal.patches.mlx_patches.families.z1t import CountingArraysCache
 from vllm_metal.patches.mlx_patches.replacing import MLX_VLM
 from vllm_metal.patches.mlx_patches.rotations import OfLayer
-from vllm_metal.patches.mlx_patches.seam import AttendingCache, BlockChoice, Scoring
+from vllm_metal.patches.mlx_patches.seam import (
+    AttendingCache,
+    BlockChoice,
+    Choice,
+    Scoring,
+    num_positions,
+)
 
 __all__ = [
     "PROBES",
@@ -65,11 +71,9 @@ class Probe(Protocol):
 class _Chosen(NamedTuple):
     """Replaces an indexer's choice of positions."""
 
-    by: int | BlockChoice
-
-    @property
-    def topk(self) -> int:
-        return self.by.num_positions if isinstance(self.by, BlockChoice) else self.by
+    by: Choice
+    num_choices: int  # different ones per token
+    query_size: int
 
 
 class _AttentionProbe(AttendingCache):
@@ -93,7 +97,6 @@ class _AttentionProbe(AttendingCache):
         self._rotates_queries = False
         self._chosen: _Chosen | None = None  # what an indexer chose here, or for this layer
         self._is_index = False  # these are an indexer's keys
-        self._num_choices = 1  # different ones per token
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -152,9 +155,12 @@ class _AttentionProbe(AttendingCache):
         # With several rows, values have the heads' own width, which may differ from the queries'.
         return mx.zeros((*queries.shape[:3], values.shape[-1]), queries.dtype)
 
-    def choose(self, keys: mx.array, queries: mx.array, weights: mx.array, topk: int) -> _Chosen:
+    def choose(
+        self, keys: mx.array, queries: mx.array, weights: mx.array | None, choice: Choice
+    ) -> _Chosen:
         self._key_shape, self._num_heads = keys.shape, queries.shape[1]
-        self._chosen, self._is_index = _Chosen(topk), True
+        num_choices = self._num_heads if isinstance(choice, BlockChoice) else 1
+        self._chosen, self._is_index = _Chosen(choice, num_choices, queries.shape[-1]), True
         return self._chosen
 
     def attend_chosen(
@@ -173,24 +179,16 @@ class _AttentionProbe(AttendingCache):
         (_, value_size) = multi_linear.sizes(unembed)
         return mx.zeros((*queries.shape[:3], value_size), queries.dtype)
 
-    def choose_blocks(
-        self, keys: mx.array, queries: mx.array, blocks: BlockChoice
-    ) -> tuple[_Chosen, int]:
-        self._key_shape, self._num_heads = keys.shape, queries.shape[1]
-        self._chosen, self._is_index = _Chosen(blocks), True
-        return self._chosen, self._num_heads
-
-    def attend_to_blocks(
-        self, queries: mx.array, scale: float, chosen: tuple[_Chosen, int]
-    ) -> mx.array:
-        self._chosen, self._num_choices = chosen
+    def attend_to_blocks(self, queries: mx.array, scale: float, chosen: _Chosen) -> mx.array:
+        self._chosen = chosen
         assert self._given is not None  # a layer writes before it attends
         return self.attend(queries, *self._given, Scoring(scale))
 
     def layer(self, name: str) -> AttentionLayer:
         if self._is_index and self._chosen is not None:
             assert self._key_shape is not None and self._num_heads is not None
-            return IndexLayer.of(name, self._num_heads, self._key_shape[-1], self._chosen.by)
+            (by, _, query_size), row_size = self._chosen, self._key_shape[-1]
+            return IndexLayer.of(name, self._num_heads, row_size, by, query_size)
         if self._key_shape is None or self._num_heads is None:
             raise NotImplementedError(
                 f"computes attention in {name} with code of its own, which is not supported "
@@ -220,8 +218,8 @@ class _AttentionProbe(AttendingCache):
             heads,
             self._rotation(),
             extent=self._extent,
-            topk=None if self._chosen is None else self._chosen.topk,
-            choices=self._num_choices,
+            topk=None if self._chosen is None else num_positions(self._chosen.by),
+            choices=1 if self._chosen is None else self._chosen.num_choices,
         )
 
     def _rotation(self) -> LayerRotation | None:

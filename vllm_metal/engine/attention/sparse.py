@@ -4,7 +4,8 @@
 An indexer has H heads of queries and one of keys. By DeepSeek sparse attention (arXiv:2512.02556)
 it scores each position of a token's context as sum_h w_h * relu(q_h . k), and all heads of the
 attention attend to the `topk` positions with the highest scores. In MiniMax M3, each of its heads
-chooses blocks of positions for as many heads of the attention: see `BlockChoice`.
+chooses blocks of positions for as many heads of the attention: see `BlockChoice`. In GLM-5.3, a
+pooled key stands for a group of positions: see `GroupChoice`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from metal_kernels.paged_attention.fused import even_cuts
 from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache, Scoring
 from vllm_metal.engine.kv_cache.layer_state import PlanT, joined
 from vllm_metal.engine.kv_cache.sparse_tokens import ABSENT, SparseTokens
-from vllm_metal.patches.mlx_patches.seam import BlockChoice
+from vllm_metal.patches.mlx_patches.seam import BlockChoice, Choice, GroupChoice
 
 #: Most scores of all heads in one call, unless a single row has more: 128 MiB in float32.
 MAX_SCORES = 2**25
@@ -33,7 +34,7 @@ def choose(
     queries: mx.array,
     weights: mx.array | None,
     positions: mx.array,
-    choice: int | BlockChoice,
+    choice: Choice,
 ) -> mx.array:
     """Chooses the positions that each of t tokens attends to, after the write of keys.
 
@@ -43,13 +44,13 @@ def choose(
         kv_cache: the indexer's keys.
         plan: of the step, with `tokens`.
         queries: [T, H, D], of all tokens of the step.
-        weights: [T, H] float32, scales included; None with a choice of blocks.
+        weights: [T, H] float32, scales included; None: all 1, or a choice of blocks.
         positions: [T] int32.
-        choice: number of positions to choose (`topk`), or blocks.
+        choice: number of positions to choose (`topk`), blocks or groups.
 
     Returns:
         [t, C, topk] int32 places in the pool (`places_of`), by position; ABSENT behind the last. C
-        is 1, or H with a choice of blocks, whose topk is that of all of their positions.
+        is 1, or H with a choice of blocks; topk counts positions, also of blocks and groups.
     """
     assert tokens.contexts is not None
     given = [positions, queries] if weights is None else [positions, queries, weights]
@@ -63,6 +64,8 @@ def choose(
             for each in given
         ]
         keys = kv_cache.keys_of(plan, bucket)[0].astype(mx.float32)
+        if isinstance(choice, GroupChoice):
+            keys = _pooled(keys, choice)
         found.append(_choose_of(keys, places, rows, choice, tokens.pace).flatten(0, 1))
     chosen, order = joined(found), tokens.contexts.order
     return chosen if order is None else chosen[order]
@@ -72,16 +75,16 @@ def _choose_of(
     keys: mx.array,
     places: mx.array,
     given: Sequence[mx.array],
-    choice: int | BlockChoice,
+    choice: Choice,
     pace: Pace | None,
 ) -> mx.array:
     """Returns [n, Q, C, topk] of the `places` of n requests, those of the positions chosen.
 
     Args:
-        keys: [n, S, D], the index keys of S positions of each request.
-        places: [n, S], where these positions are in the pool.
-        given: [n, Q] positions of the queries, [n, Q, H, D] queries, and [n, Q, H] weights if
-            `choice` is a number.
+        keys: [n, S, D], the index keys of S positions of each request, or of S groups of them.
+        places: [n, positions], where these positions are in the pool.
+        given: [n, Q] positions of the queries, [n, Q, H, D] queries, and [n, Q, H] weights if there
+            are any.
         choice: see `choose`, also for C.
         pace: ends command buffers between long calls.
     """
@@ -96,13 +99,27 @@ def _choose_of(
             queries = mx.depends(queries, found[-1])
         packed = queries.astype(mx.float32).reshape(n, rows_here * num_heads, size)
         scores = (packed @ keys.swapaxes(-1, -2)).reshape(n, rows_here, num_heads, num_slots)
-        if isinstance(choice, BlockChoice):
-            found.append(_places_of_blocks(scores, places, positions, choice))
-            continue
-        (weights,) = others
-        total = _seen(weights[:, :, None] @ mx.maximum(scores, 0), positions)
-        found.append(largest(total, mx.broadcast_to(places[:, None, None], total.shape), choice))
+        found.append(_places_by(scores, *others, places=places, positions=positions, choice=choice))
     return joined(found, axis=1)
+
+
+def _places_by(
+    scores: mx.array,
+    weights: mx.array | None = None,
+    *,
+    places: mx.array,
+    positions: mx.array,
+    choice: Choice,
+) -> mx.array:
+    """Returns [n, Q, C, topk] places by [n, Q, H, S] products of queries and keys."""
+    if isinstance(choice, BlockChoice):
+        return _places_of_blocks(scores, places, positions, choice)
+    scores = mx.maximum(scores, 0)
+    total = scores.sum(2, keepdims=True) if weights is None else weights[:, :, None] @ scores
+    if isinstance(choice, GroupChoice):
+        return _places_of_groups(total, places, positions, choice)
+    total = _seen(total, positions)
+    return largest(total, mx.broadcast_to(places[:, None, None], total.shape), choice)
 
 
 def _seen(scores: mx.array, positions: mx.array) -> mx.array:
@@ -128,10 +145,45 @@ def _places_of_blocks(
     numbers = mx.arange(num_blocks, dtype=mx.int32)
     own = (positions // blocks.size)[..., None, None]
     best = mx.where((numbers <= own) & (numbers > own - blocks.num_local), mx.inf, best)
-    chosen = largest(best, mx.broadcast_to(numbers, best.shape), blocks.topk)[..., None]
-    expanded = chosen * blocks.size + mx.arange(blocks.size, dtype=mx.int32)
+    return _places_of_ranges(best, places, positions, blocks.size, blocks.topk)
+
+
+def _pooled(rows: mx.array, groups: GroupChoice) -> mx.array:
+    """Returns [n, G, D] keys of the whole groups of [n, S, row]; NaN where a row is."""
+    num_groups = rows.shape[1] // groups.size
+    whole = rows[:, : num_groups * groups.size]
+    return groups.pooled(mx.unflatten(whole, 1, (num_groups, groups.size)))
+
+
+def _places_of_groups(
+    scores: mx.array, places: mx.array, positions: mx.array, groups: GroupChoice
+) -> mx.array:
+    """Returns [n, Q, 1, num_positions] places of the groups that [n, Q, 1, G] scores choose.
+
+    The positions after the last whole group before a row count as a group that is always chosen; it
+    may be empty.
+    """
+    numbers = mx.arange(scores.shape[-1] + 1, dtype=mx.int32)
+    num_whole = ((positions + 1) // groups.size)[..., None, None]
+    padded = mx.pad(scores, [(0, 0)] * 3 + [(0, 1)])
+    best = mx.where(numbers < num_whole, padded, -mx.inf)  # they may be NaN
+    best = mx.where(numbers == num_whole, mx.inf, best)
+    found = _places_of_ranges(best, places, positions, groups.size, groups.topk + 1)
+    return found[..., : groups.num_positions]
+
+
+def _places_of_ranges(
+    scores: mx.array, places: mx.array, positions: mx.array, size: int, topk: int
+) -> mx.array:
+    """Returns [n, Q, C, topk * size] places of the ranges with the largest [n, Q, C, N] scores.
+
+    A range has `size` positions. Those after a row's own are ABSENT, as are missing ranges.
+    """
+    numbers = mx.arange(scores.shape[-1], dtype=mx.int32)
+    chosen = largest(scores, mx.broadcast_to(numbers, scores.shape), topk)[..., None]
+    expanded = chosen * size + mx.arange(size, dtype=mx.int32)
     seen = (chosen != ABSENT) & (expanded <= positions[..., None, None, None])
-    expanded = mx.where(seen, expanded, 0).reshape(n, -1)
+    expanded = mx.where(seen, expanded, 0).reshape(len(places), -1)
     found = mx.take_along_axis(places, expanded, axis=1).reshape(seen.shape)
     return mx.where(seen, found, ABSENT).flatten(-2)
 

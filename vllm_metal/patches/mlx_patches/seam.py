@@ -8,6 +8,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -46,6 +47,34 @@ class BlockChoice(NamedTuple):
     def num_positions(self) -> int:
         """Most positions that a head attends to."""
         return self.size * self.topk
+
+
+@dataclass(frozen=True)
+class GroupChoice:
+    """How an indexer chooses whole groups of positions, each by one pooled key.
+
+    A text's positions are cut into groups of `size`. A token chooses among the groups whose last
+    position is not after its own, and always attends to the positions after these groups.
+    """
+
+    size: int  # positions of a group
+    topk: int  # groups to choose
+    #: Maps [n, G, size, row] float32 rows of whole groups, as written, to their [n, G, D] keys.
+    pooled: Callable[[mx.array], mx.array] = field(compare=False)
+
+    @property
+    def num_positions(self) -> int:
+        """Most positions that a token attends to."""
+        return self.size * (self.topk + 1) - 1
+
+
+#: What an indexer chooses: so many positions, blocks of them, or groups.
+Choice = int | BlockChoice | GroupChoice
+
+
+def num_positions(choice: Choice) -> int:
+    """Returns how many positions a row attends to at most."""
+    return choice if isinstance(choice, int) else choice.num_positions
 
 
 class AttendingCache(ABC):
@@ -88,19 +117,22 @@ class AttendingCache(ABC):
         """
         return None
 
-    def choose(self, keys: mx.array, queries: mx.array, weights: mx.array, topk: int) -> Any:
+    def choose(
+        self, keys: mx.array, queries: mx.array, weights: mx.array | None, choice: Choice
+    ) -> Any:
         """Writes an indexer's keys, and chooses the positions that each row attends to.
 
-        A row's score for a position is sum_h weights_h * relu(queries_h . key).
+        A row's score for a position, or for a group by its pooled key, is
+        sum_h weights_h * relu(queries_h . key). With blocks, each head chooses for itself.
 
         Args:
-            keys: [T, 1, 1, D].
+            keys: [T, 1, 1, row]; with groups, what `GroupChoice.pooled` makes keys of.
             queries: [T, H, 1, D].
-            weights: [T, 1, H], scales included.
-            topk: positions to choose.
+            weights: [T, 1, H], scales included; None: all 1, or a choice of blocks.
+            choice: number of positions to choose (`topk`), blocks or groups.
 
         Returns:
-            What `attend_chosen` of the same step takes.
+            What `attend_chosen` or `attend_to_blocks` of the same step takes.
         """
         raise NotImplementedError(f"{type(self).__name__} does not choose positions")
 
@@ -125,29 +157,17 @@ class AttendingCache(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} does not attend to chosen positions")
 
-    def choose_blocks(self, keys: mx.array, queries: mx.array, blocks: BlockChoice) -> Any:
-        """Writes an indexer's keys, and chooses blocks of positions for each of its heads.
-
-        Args:
-            keys: [T, 1, 1, D].
-            queries: [T, H, 1, D].
-
-        Returns:
-            What `attend_to_blocks` of the same step takes.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not choose blocks")
-
     def attend_to_blocks(self, queries: mx.array, scale: float, chosen: Any) -> mx.array:
-        """Attends to chosen blocks of the K and V that were last written.
+        """Attends to chosen positions of the K and V that were last written.
 
         Args:
-            queries: [T, H, 1, D]. Each head of the indexer chooses for as many, one after another.
-            chosen: from `choose_blocks`.
+            queries: [T, H, 1, D]. Each choice of blocks is for as many, one after another.
+            chosen: from `choose`.
 
         Returns:
             [T, H, 1, DV].
         """
-        raise NotImplementedError(f"{type(self).__name__} does not attend to chosen blocks")
+        raise NotImplementedError(f"{type(self).__name__} does not attend to chosen positions")
 
 
 def _dispatching(dense: _Attention) -> _Attention:

@@ -133,4 +133,4 @@ def _chosen(layer: Any, x: mx.array, cache: AttendingCache) -> Any:
     queries = layer.index_rope(layer.index_q_norm(queries), cache.offset)
     keys = layer.index_rope(layer.index_k_norm(keys), cache.offset)
     blocks = BlockChoice(layer.index_block_size, layer.index_topk_blocks, layer.index_local_blocks)
-    return cache.choose_blocks(keys, queries, blocks)
+    return cache.choose(keys, queries, None, blocks)
