@@ -102,12 +102,11 @@ def test_of_equal_scores_the_first_are_chosen(count):
     rng = np.random.default_rng(count)
     scores = rng.integers(0, 4, (6, 5, 12)).astype(np.float32)
     scores[0, 0], scores[1, :, 4:] = 2.0, -np.inf
-    values = np.broadcast_to(np.arange(100, 112, dtype=np.int32), scores.shape)
     order = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
     seen = np.take_along_axis(scores, order, -1) > -np.inf
-    expected = np.sort(np.where(seen, order + 100, 1000))
-    expected[expected == 1000] = ABSENT
-    found = sparse.largest(mx.array(scores), mx.array(values), count)
+    expected = np.sort(np.where(seen, order, 100))
+    expected[expected == 100] = ABSENT
+    found = sparse.largest(mx.array(scores), count)
     assert np.array_equal(found, expected)
 
 
@@ -132,6 +131,20 @@ def slots_of(table, positions):
     return table[positions // BLOCK] * BLOCK + positions % BLOCK
 
 
+def mirrored(slots, block_size=BLOCK):
+    """Slots, or blocks of size 1, in the blocks of a group of the indexer's own; 0 is no block."""
+    blocks = slots // block_size
+    return np.where(blocks, (NUM_BLOCKS - blocks) * block_size + slots % block_size, slots)
+
+
+def own_layout(layout):
+    """The layout in the blocks of the indexer."""
+    slots = mirrored(layout.slot_mapping_np).astype(np.int32)
+    lagging = {} if layout.slot_mapping is None else {"slot_mapping": mx.array(slots)}
+    tables = mirrored(layout.block_tables_np, 1).astype(np.int32)
+    return replace(layout, block_tables_np=tables, slot_mapping_np=slots, **lagging)
+
+
 class Layers:
     """An indexer's keys, and K/V or latents of the requests, in a pool whose other rows are NaN."""
 
@@ -148,14 +161,16 @@ class Layers:
         self.caches, self.scopes = [], []
         for index, layer in enumerate(layers):
             self.caches.append(layer.allocate(NUM_BLOCKS, BLOCK, mx.float32, backend))
-            self.keep_only(
-                index, np.broadcast_to(self.written_before(), (layer.num_kv_heads, shape))
-            )
+            held = self.written_before(self.layouts[index])
+            self.keep_only(index, np.broadcast_to(held, (layer.num_kv_heads, shape)))
             self.scopes.append(layer.scope(self.caches[-1]))
 
     @property
-    def index_keys(self):
-        return self.rows[0][0][:, 0]
+    def layouts(self):
+        return own_layout(self.layout), self.layout
+
+    def index_keys(self, slots):
+        return self.rows[0][0][mirrored(slots), 0]
 
     def keep_only(self, index, held):
         """Leaves NaN in all other rows of a layer's pool; [heads, slots] bool."""
@@ -167,11 +182,11 @@ class Layers:
         cache.arrays = arrays
         mx.eval(cache.arrays)
 
-    def written_before(self):
-        lens = np.diff(self.layout.query_start_loc_np)
+    def written_before(self, layout):
+        lens = np.diff(layout.query_start_loc_np)
         held = np.zeros(NUM_BLOCKS * BLOCK, bool)
         for table, length, count in zip(
-            self.layout.block_tables_np, self.layout.seq_lens_np, lens, strict=True
+            layout.block_tables_np, layout.seq_lens_np, lens, strict=True
         ):
             held[slots_of(table, np.arange(length - count))] = True
         return held
@@ -179,19 +194,21 @@ class Layers:
     def run(self, given, positions):
         """Places chosen by each token, and its output, of those that choose."""
         index, layer = self.caches
-        plans = [scope.plan_of(self.layout) for scope in self.scopes]
-        slots = self.layout.slot_mapping_np
-        for cache, plan, (keys, values) in zip(self.caches, plans, self.rows, strict=True):
-            cache.write(plan, mx.array(keys[slots]), mx.array(values[slots]))
+        both = list(zip(self.scopes, self.layouts, strict=True))
+        plans = [scope.plan_of(layout) for scope, layout in both]
+        for (_, layout), cache, plan, rows in zip(both, self.caches, plans, self.rows, strict=True):
+            cache.write(plan, *(mx.array(part[layout.slot_mapping_np]) for part in rows))
         tokens = plans[0].sparse
         queries, weights, of_layer = map(mx.array, given)
         weights = weights if self.case.weighted else None
         scored = queries, weights, mx.array(positions.astype(np.int32))
-        places = sparse.choose(index, plans[0], tokens, *scored, self.case.choice)
+        chosen = sparse.choose(index, plans[0], tokens, *scored, self.case.choice)
+        places = plans[1].sparse.places_of(chosen)
         rows = plans[1].sparse.of_all(of_layer)
         scoring = Scoring(0.5, None if self.sinks is None else mx.array(self.sinks))
         out = sparse.attend(layer, plans[1], rows, places, scoring, None)
-        return np.array(tokens.of_all(mx.arange(len(slots)))), np.array(places), np.array(out)
+        indices = mx.arange(len(self.layout.slot_mapping_np))
+        return np.array(tokens.of_all(indices)), np.array(places), np.array(out)
 
 
 def chosen_of(case, query, rows, weights):
@@ -230,7 +247,7 @@ def expected_of(layers, table, position, query, weights, of_layer):
     """A token's chosen positions, and its output, by a loop over its context and heads."""
     case, (keys, values) = layers.case, layers.rows[1]
     slots = slots_of(table, np.arange(position + 1))
-    rows = layers.index_keys[slots].astype(np.float64)
+    rows = layers.index_keys(slots).astype(np.float64)
     chosen = chosen_of(case, query, rows, weights if case.weighted else np.ones_like(weights))
     outputs = []
     for head, row in enumerate(of_layer):

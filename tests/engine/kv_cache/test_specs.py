@@ -108,7 +108,8 @@ def test_every_layer_gets_its_own_memory_within_the_budget(config, case, dtype):
 def test_a_token_takes_its_elements_and_two_bytes_of_scale_where_they_are_codes(dtype, per_row):
     for spec in kv_cache_specs(layers("", 6, 3, 64, 32, 3), BLOCK, dtype).values():
         assert spec.page_size_bytes == BLOCK * 2 * 3 * per_row  # K and V of three heads
-    keys = kv_cache_specs([IndexLayer.of("layers.0.1", 4, 64, 8)], BLOCK, dtype)["layers.0.1"]
+    both = [*layers("", 1, 3, 64), IndexLayer.of("layers.0.1", 4, 64, 8)]
+    keys = kv_cache_specs(both, BLOCK, dtype)["layers.0.1"]
     assert keys.page_size_bytes == BLOCK * per_row  # K alone, of one head
 
 

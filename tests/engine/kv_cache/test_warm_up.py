@@ -188,7 +188,8 @@ def test_sparse_attention_gathers_by_pipelines_that_are_there(layer, choice, poo
             states[-1].write(plans[-1], rows, rows)
         weights = mx.zeros((12, 2)) if layer.latent else None
         given = mx.zeros((12, 2, query_size), mx.float16), weights, mx.zeros(12, mx.int32)
-        places = sparse.choose(states[1], plans[1], plans[1].sparse, *given, choice)
+        chosen = sparse.choose(states[1], plans[1], plans[1].sparse, *given, choice)
+        places = plans[0].sparse.places_of(chosen)
         assert places.shape == (10, layer.choices, 64)
         queries = mx.zeros((10, layer.num_heads, layer.head_size), mx.float16)
         mx.eval(sparse.attend(states[0], plans[0], queries, places, Scoring(1.0), None))

@@ -194,8 +194,8 @@ def test_a_prefix_that_is_found_or_filled_beside_it(published, name, num_blocks)
 def shifted(largest):
     """Chooses the position before each chosen one."""
 
-    def choose(scores, values, topk):
-        return largest(mx.roll(scores, -1, axis=-1), values, topk)
+    def choose(scores, topk):
+        return largest(mx.roll(scores, -1, axis=-1), topk)
 
     return choose
 

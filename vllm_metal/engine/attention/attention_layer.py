@@ -170,7 +170,8 @@ class AttentionLayer(StatefulLayer):
             if self.topk is None:
                 return of_latents(layout)
             work = self.topk * sparse.work(*self._sizes)
-            return sparse_tokens.planned(layout, self.topk, of_latents, work)
+            contexts_of = state.backend.plan_of_contexts
+            return sparse_tokens.planned(layout, self.topk, of_latents, contexts_of, work)
 
         return StepScope(of_step)
 

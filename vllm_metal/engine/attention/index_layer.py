@@ -62,9 +62,15 @@ class IndexLayer(AttentionLayer):
         query_size = query_size or row_size
         if isinstance(choice, GroupChoice):  # a layer keeps no weights
             choice = replace(choice, pooled=_Pooling(query_size))
-        sizes = name, num_heads, 1, row_size, None
-        topk = num_positions(choice)
-        return IndexLayer(*sizes, latent=True, topk=topk, choice=choice, query_size=query_size)
+        # A guest, so that beside states its pages are no larger than its rows.
+        return IndexLayer(
+            *(name, num_heads, 1, row_size, None),
+            latent=True,
+            guest=True,
+            topk=num_positions(choice),
+            choice=choice,
+            query_size=query_size,
+        )
 
     @cached_property
     def kind(self) -> Hashable:
@@ -208,7 +214,7 @@ class IndexCache(PagedCache[PlanT]):
     def choose(
         self, keys: mx.array, queries: mx.array, weights: mx.array | None, choice: Choice
     ) -> mx.array | None:
-        """See AttendingCache. Returns [t, C, topk] places of the plan's sparse tokens, if any."""
+        """See AttendingCache. Returns [t, C, topk] positions for the plan's sparse tokens."""
         plan, rows = self._scope.plan, keys[:, :, 0]
         self._kv_cache.write(plan, rows, rows)
         tokens = cast(SparsePlan, plan).sparse

@@ -104,7 +104,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
     def attend_to_blocks(
         self, queries: mx.array, scale: float, chosen: mx.array | None
     ) -> mx.array:
-        """See AttendingCache. `chosen`: [t, C, topk] places of the plan's sparse tokens."""
+        """See AttendingCache. `chosen`: [t, C, topk] positions of the plan's sparse tokens."""
         plan, rows = self._scope.plan, self._rows_of(queries)
         scoring = Scoring(scale)
         attend = partial(self._kv_cache.attend, plan, scoring=scoring)
@@ -113,7 +113,8 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         assert chosen is not None
         outputs = [] if sparse.others is None else [attend(rows[sparse.others])]
         some = sparse.of_all(rows)
-        outputs.append(attend_to_chosen(self._kv_cache, plan, some, chosen, scoring, sparse.pace))
+        places = sparse.places_of(chosen)
+        outputs.append(attend_to_chosen(self._kv_cache, plan, some, places, scoring, sparse.pace))
         return sparse.in_order(outputs)[:, :, None]
 
     def _rows_of(self, queries: mx.array) -> mx.array:
@@ -209,7 +210,7 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         chosen: mx.array | None,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """See AttendingCache. `chosen`: [t, 1, topk] places of the plan's sparse tokens."""
+        """See AttendingCache. `chosen`: [t, 1, topk] positions of the plan's sparse tokens."""
         self._projections = Projections(embed, unembed)
         rows = mx.concatenate([queries, position_queries], axis=-1)[:, :, 0]
         key_size, sparse = queries.shape[-1], cast(SparsePlan, self._scope.plan).sparse
@@ -221,8 +222,8 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         if sparse.others is not None:
             outputs.append(self._attend_to_all(rows[sparse.others], key_size, scoring))
         latent = self._embedded(sparse.of_all(rows), key_size)
-        plan, pace = self._scope.plan, sparse.pace
-        out = attend_to_chosen(self._kv_cache, plan, latent, chosen, scoring, pace)
+        plan, places = self._scope.plan, sparse.places_of(chosen)
+        out = attend_to_chosen(self._kv_cache, plan, latent, places, scoring, sparse.pace)
         outputs.append(self._unembedded(out))
         return sparse.in_order(outputs)[:, :, None]
 

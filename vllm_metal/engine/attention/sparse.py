@@ -49,14 +49,13 @@ def choose(
         choice: number of positions to choose (`topk`), blocks or groups.
 
     Returns:
-        [t, C, topk] int32 places in the pool (`places_of`), by position; ABSENT behind the last. C
-        is 1, or H with a choice of blocks; topk counts positions, also of blocks and groups.
+        [t, C, topk] int32 positions in order; ABSENT behind the last. C is 1, or H with a choice of
+        blocks; topk counts positions, also of blocks and groups.
     """
-    assert tokens.contexts is not None
     given = [positions, queries] if weights is None else [positions, queries, weights]
     given = [tokens.of_all(each) for each in given]
     found: list[mx.array] = []
-    for bucket, places in zip(tokens.contexts.buckets, tokens.places, strict=True):
+    for bucket in tokens.contexts.buckets:
         rows = [
             (each if bucket.rows is None else each[bucket.rows]).reshape(
                 bucket.num_requests, bucket.query_len, *each.shape[1:]
@@ -66,23 +65,21 @@ def choose(
         keys = kv_cache.keys_of(plan, bucket)[0].astype(mx.float32)
         if isinstance(choice, GroupChoice):
             keys = _pooled(keys, choice)
-        found.append(_choose_of(keys, places, rows, choice, tokens.pace).flatten(0, 1))
+        found.append(_choose_of(keys, rows, choice, tokens.pace).flatten(0, 1))
     chosen, order = joined(found), tokens.contexts.order
     return chosen if order is None else chosen[order]
 
 
 def _choose_of(
     keys: mx.array,
-    places: mx.array,
     given: Sequence[mx.array],
     choice: Choice,
     pace: Pace | None,
 ) -> mx.array:
-    """Returns [n, Q, C, topk] of the `places` of n requests, those of the positions chosen.
+    """Returns [n, Q, C, topk] positions of n requests.
 
     Args:
         keys: [n, S, D], the index keys of S positions of each request, or of S groups of them.
-        places: [n, positions], where these positions are in the pool.
         given: [n, Q] positions of the queries, [n, Q, H, D] queries, and [n, Q, H] weights if there
             are any.
         choice: see `choose`, also for C.
@@ -99,27 +96,21 @@ def _choose_of(
             queries = mx.depends(queries, found[-1])
         packed = queries.astype(mx.float32).reshape(n, rows_here * num_heads, size)
         scores = (packed @ keys.swapaxes(-1, -2)).reshape(n, rows_here, num_heads, num_slots)
-        found.append(_places_by(scores, *others, places=places, positions=positions, choice=choice))
+        found.append(_chosen_by(scores, *others, positions=positions, choice=choice))
     return joined(found, axis=1)
 
 
-def _places_by(
-    scores: mx.array,
-    weights: mx.array | None = None,
-    *,
-    places: mx.array,
-    positions: mx.array,
-    choice: Choice,
+def _chosen_by(
+    scores: mx.array, weights: mx.array | None = None, *, positions: mx.array, choice: Choice
 ) -> mx.array:
-    """Returns [n, Q, C, topk] places by [n, Q, H, S] products of queries and keys."""
+    """Returns [n, Q, C, topk] positions by [n, Q, H, S] products of queries and keys."""
     if isinstance(choice, BlockChoice):
-        return _places_of_blocks(scores, places, positions, choice)
+        return _chosen_blocks(scores, positions, choice)
     scores = mx.maximum(scores, 0)
     total = scores.sum(2, keepdims=True) if weights is None else weights[:, :, None] @ scores
     if isinstance(choice, GroupChoice):
-        return _places_of_groups(total, places, positions, choice)
-    total = _seen(total, positions)
-    return largest(total, mx.broadcast_to(places[:, None, None], total.shape), choice)
+        return _chosen_groups(total, positions, choice)
+    return largest(_seen(total, positions), choice)
 
 
 def _seen(scores: mx.array, positions: mx.array) -> mx.array:
@@ -131,10 +122,8 @@ def _seen(scores: mx.array, positions: mx.array) -> mx.array:
     return mx.where(visible, scores, -mx.inf)
 
 
-def _places_of_blocks(
-    scores: mx.array, places: mx.array, positions: mx.array, blocks: BlockChoice
-) -> mx.array:
-    """Returns [n, Q, H, topk * size] places of the blocks that [n, Q, H, S] scores choose."""
+def _chosen_blocks(scores: mx.array, positions: mx.array, blocks: BlockChoice) -> mx.array:
+    """Returns [n, Q, H, topk * size] positions of the blocks that [n, Q, H, S] scores choose."""
     n, num_rows, num_heads, num_slots = scores.shape
     num_blocks = -(-num_slots // blocks.size)
     missing = num_blocks * blocks.size - num_slots
@@ -145,7 +134,7 @@ def _places_of_blocks(
     numbers = mx.arange(num_blocks, dtype=mx.int32)
     own = (positions // blocks.size)[..., None, None]
     best = mx.where((numbers <= own) & (numbers > own - blocks.num_local), mx.inf, best)
-    return _places_of_ranges(best, places, positions, blocks.size, blocks.topk)
+    return _chosen_ranges(best, positions, blocks.size, blocks.topk)
 
 
 def _pooled(rows: mx.array, groups: GroupChoice) -> mx.array:
@@ -155,10 +144,8 @@ def _pooled(rows: mx.array, groups: GroupChoice) -> mx.array:
     return groups.pooled(mx.unflatten(whole, 1, (num_groups, groups.size)))
 
 
-def _places_of_groups(
-    scores: mx.array, places: mx.array, positions: mx.array, groups: GroupChoice
-) -> mx.array:
-    """Returns [n, Q, 1, num_positions] places of the groups that [n, Q, 1, G] scores choose.
+def _chosen_groups(scores: mx.array, positions: mx.array, groups: GroupChoice) -> mx.array:
+    """Returns [n, Q, 1, num_positions] positions of the groups that [n, Q, 1, G] scores choose.
 
     The positions after the last whole group before a row count as a group that is always chosen; it
     may be empty.
@@ -168,28 +155,23 @@ def _places_of_groups(
     padded = mx.pad(scores, [(0, 0)] * 3 + [(0, 1)])
     best = mx.where(numbers < num_whole, padded, -mx.inf)  # they may be NaN
     best = mx.where(numbers == num_whole, mx.inf, best)
-    found = _places_of_ranges(best, places, positions, groups.size, groups.topk + 1)
+    found = _chosen_ranges(best, positions, groups.size, groups.topk + 1)
     return found[..., : groups.num_positions]
 
 
-def _places_of_ranges(
-    scores: mx.array, places: mx.array, positions: mx.array, size: int, topk: int
-) -> mx.array:
-    """Returns [n, Q, C, topk * size] places of the ranges with the largest [n, Q, C, N] scores.
+def _chosen_ranges(scores: mx.array, positions: mx.array, size: int, topk: int) -> mx.array:
+    """Returns [n, Q, C, topk * size] positions of the ranges with the largest [n, Q, C, N] scores.
 
     A range has `size` positions. Those after a row's own are ABSENT, as are missing ranges.
     """
-    numbers = mx.arange(scores.shape[-1], dtype=mx.int32)
-    chosen = largest(scores, mx.broadcast_to(numbers, scores.shape), topk)[..., None]
+    chosen = largest(scores, topk)[..., None]
     expanded = chosen * size + mx.arange(size, dtype=mx.int32)
     seen = (chosen != ABSENT) & (expanded <= positions[..., None, None, None])
-    expanded = mx.where(seen, expanded, 0).reshape(len(places), -1)
-    found = mx.take_along_axis(places, expanded, axis=1).reshape(seen.shape)
-    return mx.where(seen, found, ABSENT).flatten(-2)
+    return mx.where(seen, expanded, ABSENT).flatten(-2)
 
 
-def largest(scores: mx.array, values: mx.array, topk: int) -> mx.array:
-    """Returns [..., topk] of [..., S] values, those with the largest scores, in order of S.
+def largest(scores: mx.array, topk: int) -> mx.array:
+    """Returns [..., topk] int32 indices of the largest of [..., S] scores, in order.
 
     Scores of minus infinity are never chosen; ABSENT replaces what is missing, at the end. Of equal
     scores, the first are chosen.
@@ -203,8 +185,9 @@ def largest(scores: mx.array, values: mx.array, topk: int) -> mx.array:
     room = topk - above.sum(axis=-1, keepdims=True)
     chosen = above | (equal & (_ranks(equal) <= room))
     target = mx.where(chosen, _ranks(chosen) - 1, topk)  # one past the last: dropped
-    found = mx.full((*scores.shape[:-1], topk + 1), ABSENT, values.dtype)
-    return mx.put_along_axis(found, target, values, axis=-1)[..., :topk]
+    found = mx.full((*scores.shape[:-1], topk + 1), ABSENT, mx.int32)
+    numbers = mx.broadcast_to(mx.arange(scores.shape[-1], dtype=mx.int32), scores.shape)
+    return mx.put_along_axis(found, target, numbers, axis=-1)[..., :topk]
 
 
 def _ranks(flags: mx.array) -> mx.array:
@@ -224,7 +207,7 @@ def attend(
     Args:
         kv_cache: K and V, or MLA latents.
         queries: [t, H, D]; with latents, in their space.
-        places: [t, C, topk] int32 from `choose`, each for H / C heads.
+        places: [t, C, topk] int32 of chosen positions, each for H / C heads.
         scoring: scale and sinks.
 
     Returns:

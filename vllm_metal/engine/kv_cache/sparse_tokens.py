@@ -22,7 +22,7 @@ from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
 from vllm_metal.engine.kv_cache.layer_state import StepLayout, joined
 from vllm_metal.engine.kv_cache.separate_prompts import without
 
-#: In `places`: nothing there. Lower numbers are rows that this step writes.
+#: Among positions and places: nothing there. Lower places are rows that this step writes.
 ABSENT = -1
 
 
@@ -34,10 +34,9 @@ class SparseTokens:
     rows: mx.array | None  # [t] int32, indices of these tokens in the step; None: all, in order
     others: mx.array | None  # [T - t] int32, indices of all other tokens; None: there are none
     order: mx.array | None  # [T] int32, index of each token in others + rows; None: identity
+    contexts: BucketPlan  # to choose from, or to attend to; tokens are those of `rows`
+    block_size: int  # of `contexts`
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
-    #: Contexts to choose from, for layers of index keys; tokens are those of `rows`.
-    contexts: BucketPlan | None = None
-    block_size: int = 0  # of `contexts`
 
     def of_all(self, values: mx.array) -> mx.array:
         """Selects these tokens' rows of [T, ...] values."""
@@ -48,13 +47,32 @@ class SparseTokens:
         found = joined(parts)
         return found if self.order is None else found[self.order]
 
+    def places_of(self, chosen: mx.array) -> mx.array:
+        """Maps chosen positions to places in the pool of the layers that this plan is of.
+
+        Layers that attend may have other block tables than the one that chose.
+
+        Args:
+            chosen: [t, C, topk] int32, or ABSENT.
+
+        Returns:
+            [t, C, topk] int32 places, see `places_of`; ABSENT as in `chosen`.
+        """
+        found = []
+        for bucket, places in zip(self.contexts.buckets, self._places, strict=True):
+            rows = chosen if bucket.rows is None else chosen[bucket.rows]
+            flat = mx.maximum(rows, 0).reshape(bucket.num_requests, -1)
+            placed = mx.take_along_axis(places, flat, axis=1).reshape(rows.shape)
+            found.append(mx.where(rows == ABSENT, ABSENT, placed))
+        of_chosen, order = joined(found), self.contexts.order
+        return of_chosen if order is None else of_chosen[order]
+
     @cached_property
-    def places(self) -> tuple[mx.array, ...]:
-        """For each bucket of `contexts` [n, S] int32, the place of each position; see `place_of`.
+    def _places(self) -> tuple[mx.array, ...]:
+        """For each bucket of `contexts` [n, S] int32, the place of each position.
 
         Cached, so that all layers share them.
         """
-        assert self.contexts is not None
         return tuple(places_of(bucket, self.block_size) for bucket in self.contexts.buckets)
 
 
@@ -84,23 +102,26 @@ def places_of(bucket: Bucket, block_size: int) -> mx.array:
     return flat.reshape(places.shape)
 
 
-def planned(layout: StepLayout, topk: int, plan_of: Callable[[StepLayout], Any], work: int) -> Any:
+def planned(
+    layout: StepLayout,
+    topk: int,
+    plan_of: Callable[[StepLayout], Any],
+    contexts_of: Callable[[StepLayout], BucketPlan],
+    work: int,
+) -> Any:
     """Returns a step's plan for layers that attend to `topk` positions, with `sparse` set.
 
     Args:
         plan_of: plans a layout of the tokens that attend to their whole contexts. The plan must
             write all of the step's tokens.
+        contexts_of: groups the requests of a layout.
         work: FLOPs of a layer per token with `topk` positions.
     """
     cut, sparse = _split(layout, topk)
     if not sparse.any():
         return plan_of(layout)
-    plan, found = plan_of(without(cut, sparse)), _tokens(cut, sparse)
-    if layout.pace is None:
-        return replace(plan, sparse=found)
-    total = int(layout.query_start_loc_np[-1])
-    pace = plan.pace or pace_of(layout.pace, total, found.num_tokens * work)
-    return replace(plan, sparse=replace(found, pace=pace), pace=pace)
+    plan, found = plan_of(without(cut, sparse)), _tokens(cut, sparse, contexts_of)
+    return _paced(plan, found, layout, found.num_tokens * work, plan.pace)
 
 
 def with_contexts(
@@ -110,7 +131,7 @@ def with_contexts(
     contexts_of: Callable[[StepLayout], BucketPlan],
     work: int,
 ) -> Any:
-    """Returns a step's plan for layers of index keys, with `sparse` and its `contexts` set.
+    """Returns a step's plan for layers of index keys, with `sparse` set.
 
     Args:
         plan_of: plans the write of all of a layout's tokens.
@@ -120,15 +141,19 @@ def with_contexts(
     plan, (cut, sparse) = plan_of(layout), _split(layout, topk)
     if not sparse.any():
         return plan
-    assert layout.earlier_slots_np is None  # of draft networks, which have no such layers
-    contexts = contexts_of(without(cut, ~sparse))
-    found = replace(_tokens(cut, sparse), contexts=contexts, block_size=layout.block_size)
-    if layout.pace is None:
-        return replace(plan, sparse=found)
     rows = np.diff(cut.query_start_loc_np)[sparse]
     all_work = int((rows * cut.seq_lens_np[sparse]).sum()) * work
-    pace = pace_of(layout.pace, int(layout.query_start_loc_np[-1]), all_work)
-    return replace(plan, sparse=replace(found, pace=pace), pace=pace)
+    return _paced(plan, _tokens(cut, sparse, contexts_of), layout, all_work)
+
+
+def _paced(
+    plan: Any, sparse: SparseTokens, layout: StepLayout, work: int, pace: Pace | None = None
+) -> Any:
+    """Returns the plan with `sparse`, both with the given pace, or one by a layer's FLOPs."""
+    if layout.pace is None:
+        return replace(plan, sparse=sparse)
+    pace = pace or pace_of(layout.pace, int(layout.query_start_loc_np[-1]), work)
+    return replace(plan, sparse=replace(sparse, pace=pace), pace=pace)
 
 
 def _split(layout: StepLayout, topk: int) -> tuple[StepLayout, np.ndarray]:
@@ -144,7 +169,10 @@ def _split(layout: StepLayout, topk: int) -> tuple[StepLayout, np.ndarray]:
     return cut, cut.seq_lens_np > topk
 
 
-def _tokens(cut: StepLayout, sparse: np.ndarray) -> SparseTokens:
+def _tokens(
+    cut: StepLayout, sparse: np.ndarray, contexts_of: Callable[[StepLayout], BucketPlan]
+) -> SparseTokens:
+    assert cut.earlier_slots_np is None  # of draft networks, which have no such layers
     ours, others = cut.rows_of(sparse), cut.rows_of(~sparse)
     order = np.argsort(np.concatenate([others, ours])).astype(np.int32)
     in_order = bool((order == np.arange(len(order))).all())
@@ -153,5 +181,7 @@ def _tokens(cut: StepLayout, sparse: np.ndarray) -> SparseTokens:
         mx.array(ours) if len(others) else None,
         mx.array(others) if len(others) else None,
         None if in_order else mx.array(order),
+        contexts_of(without(cut, ~sparse)),
+        cut.block_size,
         None,
     )
