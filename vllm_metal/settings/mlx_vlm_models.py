@@ -35,6 +35,11 @@ _ERNIE = TextModel(
     tower_tensors=("model.resampler_model.", "resampler_model."),
     position_axes="bt",
 )
+_GLM5_NEXT = TextModel(
+    "glm5_next",
+    architectures=("Glm5NextForConditionalGeneration",),
+    towers=("vision_tower",),
+)
 _INKLING = TextModel("inkling", ("InklingForConditionalGeneration",))
 #: Rows by `model_type`. mlx-lm's module goes first where it has one, whatever stands here.
 MLX_VLM_MODELS: Mapping[str, TextModel] = {
@@ -49,6 +54,8 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
     "ernie4_5_vl_moe": _ERNIE,
     "falcon_ocr": TextModel("falcon_ocr", position_axes="bt"),
     "flint": TextModel("flint"),
+    "glm5_next": _GLM5_NEXT,
+    "glm5_next_text": _GLM5_NEXT,
     "glm_ocr": TextModel(
         "glm_ocr",
         architectures=("GlmOcrForConditionalGeneration",),

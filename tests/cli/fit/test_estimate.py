@@ -116,12 +116,16 @@ def test_sparse_attention_is_estimated_without_a_mac(folder, name, row):
 
 
 @pytest.mark.more
-def test_layers_that_share_a_choice_of_positions_keep_no_index_keys(tmp_path):
-    family = of_mlx_vlm.FAMILIES["hy_v4"]
-    path = Path(write_model(family, tmp_path))
+@pytest.mark.parametrize(
+    ("name", "latents", "keys"),
+    [("hy_v4", 4 * (32 + 8), 2 * 16), ("glm5_next", 2 * 32, 1 * 2 * 12)],
+)
+def test_layers_that_share_a_choice_of_positions_keep_no_index_keys(name, latents, keys, tmp_path):
+    """Of GLM-5.3, half of the layers keep states, and keys have gates beside them."""
+    path = Path(write_model(of_mlx_vlm.FAMILIES[name], tmp_path))
     found = estimate(read(path, torch.bfloat16), settings(path, torch.bfloat16), MAC)
-    latents, keys = 4 * (32 + 8), family.config["indexer_types"].count("full") * 16
     assert found.token_bytes == (latents + keys) * 2
+    assert (found.state_bytes > 0) == (name == "glm5_next")
 
 
 def test_adapters_are_those_of_the_engine(folder):

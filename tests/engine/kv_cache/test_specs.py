@@ -20,6 +20,7 @@ from vllm_metal.engine.kv_cache.specs import (
 )
 from vllm_metal.engine.memory.needs import Needs
 from vllm_metal.engine.recurrent.recurrent_state import StateFormat
+from vllm_metal.patches.mlx_patches.seam import GroupChoice
 
 BLOCK = 16
 MEMORY = 8 << 20
@@ -153,23 +154,38 @@ DRAFTERS = {
 STATE = StateFormat(((48, 128, 128), (3, 10240)), (mx.float32, mx.bfloat16))
 
 
+def per_token(config, found):
+    """Bytes of a long context, for each of its tokens, in bfloat16."""
+    block_size = block_size_for(found, BLOCK, mx.bfloat16)
+    needs = Needs.of(config, kv_cache_specs(found, block_size, mx.bfloat16))
+    longer, shorter = 2**18, 2**17
+    return (needs(longer) - needs(shorter)) / (longer - shorter)
+
+
+def test_index_keys_beside_states_add_their_own_bytes(config):
+    """In the blocks of the latents, from published shapes of GLM-5.3."""
+    choice = GroupChoice(4, 512, lambda rows: rows)
+    target, keys = [], []
+    for index in range(44):
+        name = f"layers.{index}"
+        if index % 4 != 3:
+            target.append(RunLayer(name, StateFormat(((64, 128, 128),), (mx.float32,))))
+            continue
+        sizes = 64, 1, 512, None
+        target.append(AttentionLayer(f"{name}.0", *sizes, latent=True, topk=choice.num_positions))
+        keys.append(IndexLayer.of(f"{name}.1", 32, 256, choice, 128))
+    both, alone = per_token(config, [*target, *keys]), per_token(config, target)
+    assert both / (alone + len(keys) * 256 * 2) == pytest.approx(1, abs=0.05)
+
+
 @pytest.mark.parametrize("name", list(DRAFTERS))
 def test_a_drafter_adds_its_own_layers_bytes(config, name):
     (heads, size, count, window), num_states, (own_heads, own_size, own_count, own) = DRAFTERS[name]
     target = layers("", count, heads, size, window, full_every=6 if window else 1)
     target += [RunLayer(f"layers.{count + n}", STATE) for n in range(num_states)]
     drafter = guests(layers("draft.", own_count, own_heads, own_size, own, full_every=9))
-    tokens = mx.bfloat16
-
-    def per_token(found):
-        """Bytes of a long context, for each of its tokens."""
-        block_size = block_size_for(found, BLOCK, tokens)
-        needs = Needs.of(config, kv_cache_specs(found, block_size, tokens))
-        longer, shorter = 2**18, 2**17
-        return (needs(longer) - needs(shorter)) / (longer - shorter)
-
-    both, alone = per_token([*target, *drafter]), per_token(target)
-    own_bytes = own_count * own_heads * own_size * 2 * tokens.size
+    both, alone = per_token(config, [*target, *drafter]), per_token(config, target)
+    own_bytes = own_count * own_heads * own_size * 2 * mx.bfloat16.size
     assert both / (alone + own_bytes) == pytest.approx(1, abs=0.05)
 
 

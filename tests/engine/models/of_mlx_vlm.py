@@ -34,6 +34,49 @@ def _family(model_type: str, architecture: str, **config: Any) -> Family:
     return Family(model_type, architecture, ODD | config)
 
 
+#: Text of GLM-5.3 as published: states beside latents without RoPE, of which groups are chosen.
+GLM5: dict[str, Any] = (
+    ODD
+    | _LATENTS
+    | _ROUTED
+    | {
+        "model_type": "glm5_next_text",
+        "hc_mult": 3,
+        "index_head_dim": 12,
+        "index_kpool": 3,
+        "index_kpool_always_select_tail": True,
+        "index_kpool_compress": True,
+        "index_n_heads": 16,
+        "index_topk": 9,
+        "indexer_rope_interleave": True,
+        "indexer_types": ["full", "full", "shared", "full"],
+        "layer_types": [
+            "linear_attention",
+            *["deepseek_sparse_attention"] * 2,
+            "linear_attention",
+        ],
+        "linear_attn_config": {
+            "full_attn_layers": [1, 2],
+            "gate_lower_bound": -5.0,
+            "head_dim": 8,
+            "kda_layers": [0, 3],
+            "num_heads": 4,
+            "short_conv_kernel_size": 4,
+        },
+        "mhc": True,
+        "mla_use_nope": True,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "moe_router_dtype": "float32",
+        "num_nextn_predict_layers": 1,
+        "qk_head_dim": 16,
+        "qk_rope_head_dim": 0,
+        "scoring_func": "sigmoid",
+        "swiglu_limit": 1.2,
+        "tie_word_embeddings": False,
+        "topk_method": "noaux_tc",
+        "vocab_size": VOCAB,
+    }
+)
 #: Inkling's layers: windows of 4 x 16 and global layers of 2 x 16 numbers of K a token, and scores
 #: that grow amid the prompts.
 INKLING: dict[str, Any] = {
@@ -270,6 +313,12 @@ FAMILIES = {
             swiglu_limit=0.3,
             rope_theta=700.0,
         ),
+        Family(
+            "glm5_next",
+            "Glm5NextForConditionalGeneration",
+            {"text_config": GLM5, "vision_config": {"model_type": "glm5_next_vision"}},
+        ),
+        Family("glm5_next_text", "Glm5NextForCausalLM", GLM5),
         # Two of the tokens are added to the embedding's. Sizes are in nested blocks.
         Family(
             "jvlm",

@@ -603,6 +603,40 @@ FAMILIES |= {
         },
         common=False,
     ),
+    # States beside latents without RoPE, of which pooled keys choose groups.
+    "glm5_next": Published(
+        "glm5_next",
+        {
+            "text_config": _COMMON
+            | _LATENT
+            | _ROUTED
+            | {
+                "num_hidden_layers": 5,
+                "qk_rope_head_dim": 0,
+                "layer_types": [
+                    *("linear_attention", "indexed_attention", "indexed_attention"),
+                    *("linear_attention", "indexed_attention"),
+                ],
+                "indexer_types": ["full", "full", "shared", "full", "full"],
+                "mlp_layer_types": ["dense", *["sparse"] * 4],
+                "index_n_heads": 16,
+                "index_head_dim": 12,
+                "index_topk": 12,
+                "index_kpool": 3,
+                "linear_head_dim": 8,
+                "linear_num_heads": 4,
+                "linear_lower_bound": -3.0,
+                "hc_mult": 3,
+                "hc_eps": 0.01,
+                "hc_sinkhorn_iters": 2,
+                "rms_norm_eps": 1e-3,
+                "swiglu_limit": 1.2,
+            },
+            "vision_config": _TOWER | {"projection_intermediate_size": 16},
+            "tie_word_embeddings": False,
+        },
+        common=False,
+    ),
     "glm_ocr": Published(
         "glm_ocr",
         {

@@ -71,14 +71,24 @@ class Served:
             width = -(-len(prompt) // BLOCK)
             self.requests.add_request(new_request(str(index), prompt, self.blocks[index][:width]))
 
-    def step(self, done, counts):
-        """Logits of each request's rows, by request."""
+    def step(self, done, counts, drafts=None):
+        """Logits of each request's rows, by request.
+
+        `drafts`: number of drafts at the end of the only request, and how many of them are right.
+        """
         for index in counts:
             self.requests.num_computed_tokens_np[self.requests[str(index)].req_idx] = done[index]
         rows = {str(index): count for index, count in counts.items()}
         batch = prepare(self.requests, rows, mx.zeros(len(self.blocks), mx.int32))
+        if drafts is not None:
+            batch = replace(batch, num_drafts_np=np.array(drafts[:1], np.int32))
         states = self.run.forward_hidden(batch, self.requests.block_tables)
         logits = np.array(self.run.compute_logits(states))
+        if drafts is not None:
+            num_drafts, accepted = drafts
+            self.run.record_accepted(
+                batch, batch.query_start_loc_np[1:] - 1 - num_drafts + accepted
+            )
         parts = np.split(logits, batch.query_start_loc_np[1:-1])
         return {int(each.req_id): part for each, part in zip(batch.requests, parts, strict=True)}
 

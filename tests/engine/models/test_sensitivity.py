@@ -65,6 +65,8 @@ OF_FAMILY = {
     "bound to other keys": _names(
         "deepseek_*:head_dim deepseek_*:num_key_value_heads "
         "glm4_moe_lite:num_key_value_heads glm_moe_dsa:num_key_value_heads "
+        "glm5_next:num_attention_heads glm5_next:num_key_value_heads glm5_next:qk_rope_head_dim "
+        "glm5_next:index_topk "
         "longcat_flash:head_dim "
         "longcat_flash:num_key_value_heads minicpm3:num_key_value_heads "
         "minicpm3:qk_rope_head_dim kimi_linear:num_key_value_heads "
@@ -93,6 +95,7 @@ OF_FAMILY = {
         "glm_moe_dsa:qk_head_dim glm_moe_dsa:head_dim glm_moe_dsa:first_k_dense_replace "
         "deepseek_v32:first_k_dense_replace "
         "hy_v4:head_dim hy_v4:num_key_value_heads hy_v4:qk_head_dim "
+        "glm5_next:head_dim glm5_next:qk_head_dim glm5_next:first_k_dense_replace "
         "minicpm3:qk_head_dim mistral4:qk_head_dim minicpm3:head_dim deepseek_v2:head_dim "
         "kimi_linear:head_dim "
         "laguna:num_attention_heads *:sliding_window_pattern *:_sliding_window_pattern "
@@ -121,7 +124,7 @@ OF_FAMILY = {
         "nemotron_h:time_step_limit nemotron_h:tie_word_embeddings "
         "deepseek_v32:mlp_bias glm_moe_dsa:mlp_bias minimax_m3_vl:hidden_act "
         "cohere_compass:rope_parameters.*.mrope_interleaved mllama:tie_word_embeddings "
-        "ernie4_5_vl_moe:tie_word_embeddings "
+        "ernie4_5_vl_moe:tie_word_embeddings glm5_next:tie_word_embeddings "
         "kimi_linear:tie_word_embeddings mamba2:time_step_rank gpt_bigcode:num_key_value_heads"
     ),
 }

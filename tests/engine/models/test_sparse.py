@@ -40,10 +40,11 @@ from vllm_metal.patches.mlx_patches.seam import Scoring
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
-#: Families that choose positions, and one that chooses blocks of them for each K/V head.
-DSA, HY4, M3 = "glm_moe_dsa", "hy_v4", "minimax_m3_vl"
-TOPK, BLOCK_OF_M3 = 24, 12  # which a block of the pool is no multiple of
-INDEX_SIZE = {DSA: 16, HY4: 16, M3: 24}
+#: Families that choose positions, one that chooses blocks of them for each K/V head, and one that
+#: chooses groups beside layers with states.
+DSA, HY4, M3, GLM5 = "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "glm5_next"
+TOPK, BLOCK_OF_M3, GROUP = 24, 12, 6  # a block of the pool is no multiple of the last two
+INDEX_SIZE = {DSA: 16, HY4: 16, M3: 24, GLM5: 2 * 12}
 #: Of each prompt its length, and how it is cut up: the last chunk is what remains.
 PROMPTS = [(540, (512,)), (90, (31, 32)), (60, (1, 1, 20, 1)), (40, (7,) * 5), (20, (3,))]
 TOLERANCE = 1e-3  # of log-probabilities in float32
@@ -54,7 +55,7 @@ def texts():
     return [rng.integers(3, VOCAB, length).tolist() for length, _ in PROMPTS]
 
 
-@pytest.fixture(params=[DSA, HY4, M3])
+@pytest.fixture(params=[DSA, HY4, M3, GLM5])
 def name(request):
     return request.param
 
@@ -62,9 +63,12 @@ def name(request):
 def small(name, topk, **changes):
     """transformers' model whose tokens attend to at most `topk` positions."""
     changes |= {"max_position_embeddings": 640}
-    if name != M3:
+    if name not in (M3, GLM5):
         return make(PUBLISHED[name], **changes | {"index_topk": topk})
-    changes |= {"index_topk_blocks": topk // BLOCK_OF_M3, "index_block_size": BLOCK_OF_M3}
+    if name == GLM5:
+        changes |= {"index_topk": topk // GROUP * GROUP, "index_kpool": GROUP}
+    else:
+        changes |= {"index_topk_blocks": topk // BLOCK_OF_M3, "index_block_size": BLOCK_OF_M3}
     return make(PUBLISHED[name], text_config=PUBLISHED[name].config["text_config"] | changes)
 
 
@@ -111,7 +115,8 @@ def in_chunks(served):
 @pytest.mark.parametrize(
     ("name", "topk"),
     [
-        *((DSA, TOPK), (DSA, 64), (HY4, TOPK), (M3, TOPK), (M3, 64)),
+        *((DSA, TOPK), (DSA, 64), (HY4, TOPK), (M3, TOPK), (M3, 64), (GLM5, TOPK)),
+        pytest.param(GLM5, 64, marks=pytest.mark.more),
         pytest.param(HY4, 64, marks=pytest.mark.more),
     ],
 )
@@ -125,12 +130,12 @@ def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
         assert np.array_equal(found.argmax(-1), wanted.argmax(-1))
 
 
-@pytest.mark.parametrize("name", [DSA, M3])
+@pytest.mark.parametrize("name", [DSA, M3, GLM5])
 def test_of_equal_scores_earlier_positions_are_chosen(published, name, monkeypatch):
     """With two heads, many scores are zero, and torch's `topk` does not state which it takes."""
-    changes = {"index_n_heads": 2} if name == DSA else {"equal_scores": True}
+    changes = {"equal_scores": True} if name == M3 else {"index_n_heads": 2}
     ours, theirs = published(name, **changes)
-    before, ndim = torch.Tensor.topk, 3 if name == DSA else 4
+    before, ndim = torch.Tensor.topk, 4 if name == M3 else 3
 
     def topk(self, k, dim=-1):
         if self.shape[-1] == VOCAB or self.ndim != ndim or dim != -1:
@@ -159,7 +164,8 @@ def test_drafts_rejected_at_each_place(published, name, context):
         ids = served.requests.token_ids_np[served.requests["0"].req_idx]
         wrong = slice(context + 1 + accepted, context + 1 + num_drafts)
         ids[wrong] = (ids[wrong] + 7) % VOCAB
-        (drafted,) = served.step([context], {0: 1 + num_drafts}).values()
+        of_step = {0: 1 + num_drafts}
+        (drafted,) = served.step([context], of_step, (num_drafts, accepted)).values()
         right = 1 + accepted
         assert farthest(drafted[:right], expected[context : context + right]) <= TOLERANCE
         ids[: len(text)] = text
@@ -178,12 +184,15 @@ def with_shared_blocks(model, name, prompts, num_blocks):
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 4])
 def test_a_prefix_that_is_found_or_filled_beside_it(published, name, num_blocks):
-    """Blocks that a step before has filled, and those that the same step fills."""
+    """Blocks that a step before has filled, and those that the same step fills.
+
+    States are found behind whole blocks only.
+    """
     ours, theirs = published(name)
     prompts, begin = texts()[:2], num_blocks * BLOCK
     prompts[1][:begin] = prompts[0][:begin]
     expected = log_probabilities(theirs, prompts)
-    for before in (begin, begin - BLOCK // 2):
+    for before in (begin,) if name == GLM5 else (begin, begin - BLOCK // 2):
         served = with_shared_blocks(ours, name, prompts, num_blocks)
         served.step([0, 0], {0: before})
         found = served.step([before, begin], {0: 40, 1: 25})
@@ -200,7 +209,7 @@ def shifted(largest):
     return choose
 
 
-@pytest.mark.parametrize("name", [DSA, M3, pytest.param(HY4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("name", [DSA, M3, GLM5, pytest.param(HY4, marks=pytest.mark.more)])
 def test_other_positions_say_something_else(published, name, monkeypatch):
     ours, theirs = published(name)
     expected = log_probabilities(theirs, texts())
@@ -224,8 +233,9 @@ def test_index_keys_of_a_found_block_count(published, name):
         if cleared:
             block = int(served.requests.block_tables.tables_np[0][0, 1])
             for state in served.run.layer_states:
-                assert isinstance(state, ScatterKVCache)
-                if state.keys.elements.shape[-1] == INDEX_SIZE[name]:
+                if not isinstance(state, ScatterKVCache):
+                    assert name == GLM5
+                elif state.keys.elements.shape[-1] == INDEX_SIZE[name]:
                     state.clear_blocks(np.array([block], np.int32))
         found.append(served.step([begin, begin], {1: 25})[1])
     assert np.mean(found[0].argmax(-1) != found[1].argmax(-1)) > 0.2
@@ -363,8 +373,10 @@ def test_a_layer_reads_each_context_and_each_chosen_row_once(published, name, mo
     """However many calls its scores take. Contexts are padded to whole blocks."""
     ours, _ = published(name)
     # Every second layer has an indexer, of M3's all but the first, for two K/V heads.
-    num_layers = len(ours.layers)
+    num_layers, topk = len(ours.layers), TOPK
     num_indexers, num_readers = (3, 3 * 2) if name == M3 else (num_layers // 2, num_layers)
+    if name == GLM5:
+        num_indexers, num_readers, topk = 2, 3, TOPK + GROUP - 1
     served = Served(ours, name, texts())
     served.step([0] * 5, {0: 256})
     monkeypatch.setattr(sparse, "MAX_SCORES", 2**14)
@@ -372,7 +384,7 @@ def test_a_layer_reads_each_context_and_each_chosen_row_once(published, name, mo
     counted = Counted(monkeypatch)
     served.step([256, 0, 0, 0, 0], {0: 100, 4: 20})  # the second attends to all
     assert counted.index_rows == [-(-356 // BLOCK) * BLOCK] * num_indexers
-    assert sum(counted.chosen_rows) == 100 * TOPK * num_readers
+    assert sum(counted.chosen_rows) == 100 * topk * num_readers
     assert len(counted.chosen_rows) > num_readers
 
 
@@ -395,6 +407,13 @@ def test_a_quantized_pool_says_the_same_in_chunks_of_any_length(published, name,
 
 def of_kernels(name):
     """A small model with rows as large as the kernels take."""
+    if name == GLM5:
+        family = of_mlx_vlm.FAMILIES[GLM5]
+        text = family.config["text_config"]
+        layers = {"num_hidden_layers": 2, "layer_types": text["layer_types"][:2]}
+        layers |= {key: text[key][:2] for key in ("indexer_types", "mlp_layer_types")}
+        text = text | layers | {"kv_lora_rank": 512, "index_head_dim": 64}
+        return make_model(replace(family, config={"text_config": text}), seed=5, drawn=True)
     if name == M3:
         family, text = NESTED[M3], NESTED[M3].config["text_config"]
         sparse = text["sparse_attention_config"] | {"sparse_index_dim": 64, "sparse_block_size": 4}
@@ -410,7 +429,8 @@ def of_kernels(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek_v32", *(pytest.param(each, marks=pytest.mark.more) for each in (HY4, M3))]
+    "name",
+    ["deepseek_v32", *(pytest.param(each, marks=pytest.mark.more) for each in (HY4, M3, GLM5))],
 )
 def test_our_kernels_write_and_gather(name):
     """Chunks, a decode, a short text."""

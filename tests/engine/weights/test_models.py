@@ -16,6 +16,7 @@ from engine.weights.toys import (
     PROMPT,
     SIZES,
     log_probs,
+    reference_of_glm5_next,
     reference_of_gpt_oss,
     reference_of_hy_v4,
     write_quantized,
@@ -137,6 +138,21 @@ def test_hy4_as_published(tmp_path):
     for name, array in tree_flatten(served.parameters()):
         if array.ndim > 1 and not name.endswith("scales"):
             assert (array.dtype == mx.uint32) != any(part in name for part in dense), name
+
+
+@pytest.mark.more
+def test_glm5_as_published(tmp_path):
+    """Projections that are stored apart are joined without being dequantized."""
+    expected = log_probabilities(reference_of_glm5_next(tmp_path), [PROMPT])[0]
+    served = lazy_model(tmp_path, mx.float32)
+    np.testing.assert_allclose(log_probs(served), expected, atol=EXACT)
+    packed = {n for n, a in tree_flatten(served.parameters()) if a.dtype == mx.uint32}
+    for name in (
+        "self_attn.qkv_a_proj",
+        "mlp.switch_mlp.up_proj",
+        "mlp.shared_experts.gate_up_proj",
+    ):
+        assert f"language_model.model.layers.1.{name}.weight" in packed
 
 
 def test_gpt_oss_as_published(tmp_path):

@@ -11,7 +11,7 @@ import torch
 from engine.models.published import FAMILIES, log_probabilities, make, write
 from engine.weights.published_formats import FORMATS
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 #: Sizes that groups and blocks divide, or cut.
@@ -112,6 +112,37 @@ def reference_of_hy_v4(folder: Path) -> torch.nn.Module:
     return model
 
 
+#: The same of GLM-5.3, beside DENSE but for its dense MLPs.
+DENSE_IN_GLM5 = ("hc_", "indexer", "kv_b_proj", "mlp.gate.", "visual")
+
+
+def reference_of_glm5_next(folder: Path) -> torch.nn.Module:
+    """Writes GLM-5.3 in blocks of FP8, and returns transformers' model of its values.
+
+    The blocks' scales are powers of two, which are read exactly.
+    """
+    own, form = FAMILIES["glm5_next"], "fp8 blocks of 128, powers of two"
+    sizes = {name: SIZES[name] for name in SIZES if "head_dim" not in name}
+    sizes |= {
+        "qk_nope_head_dim": 32,
+        "num_hidden_layers": own.config["text_config"]["num_hidden_layers"],
+    }
+    parts = {
+        "text_config": own.config["text_config"] | sizes,
+        "vision_config": own.config["vision_config"] | {"out_hidden_size": sizes["hidden_size"]},
+    }
+    write(make(own, **parts), folder)
+    path = folder / "model.safetensors"
+    dense_parts = (*(part for part in DENSE if part != "mlp.gate"), *DENSE_IN_GLM5)
+    stored, dense = stored_as(form, load_file(path), dense_parts)
+    save_file({n: t.contiguous() for n, t in dense.items()}, path, {"format": "pt"})
+    reference: Any = AutoModelForImageTextToText.from_pretrained(
+        folder, attn_implementation="eager"
+    )
+    write_stored(form, stored, folder)
+    return reference.float().eval()
+
+
 def _is_mxfp8(name: str, tensor: torch.Tensor) -> bool:
     return tensor.ndim > 1 and not any(part in name for part in DENSE_IN_HY4)
 
@@ -125,14 +156,14 @@ def _as_mxfp8(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stored_as(
-    form: str, tensors: dict[str, torch.Tensor]
+    form: str, tensors: dict[str, torch.Tensor], left_out: tuple[str, ...] = DENSE
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A model's tensors with linear layers in a format, and with the values that these have."""
     stored: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
     for name, tensor in _one_by_one(tensors).items():
         has_groups = tensor.ndim == 2 and tensor.shape[1] % 64 == 0
-        if not has_groups or not name.endswith(".weight") or any(each in name for each in DENSE):
+        if not has_groups or not name.endswith(".weight") or any(part in name for part in left_out):
             stored[name] = dense[name] = tensor
             continue
         found = FORMATS[form].store(tensor)

@@ -34,6 +34,7 @@ from vllm_metal.patches.mlx_patches import (
     multi_linear,
     rotations,
 )
+from vllm_metal.patches.mlx_patches.families.glm5_next import PooledKeyCache
 from vllm_metal.patches.mlx_patches.families.inkling import MaskedWindowCache
 from vllm_metal.patches.mlx_patches.families.z1t import CountingArraysCache
 from vllm_metal.patches.mlx_patches.replacing import MLX_VLM
@@ -249,6 +250,7 @@ PROBES: Mapping[type, Callable[[Any], Probe]] = {
     RotatingKVCache: _rotating,
     ArraysCache: RecurrentProbe,
     CountingArraysCache: RecurrentProbe,
+    PooledKeyCache: lambda cache: _AttentionProbe(None),
     MaskedWindowCache: lambda cache: _AttentionProbe(cache.window),
 }
 #: The same by name: mlx-vlm has classes of its own with mlx-lm's names and protocol.

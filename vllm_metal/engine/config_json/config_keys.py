@@ -69,6 +69,10 @@ _NESTED: Mapping[tuple[str, str], tuple[frozenset[str], Mapping[str, Any]]] = {
         ),
         {},
     ),
+    ("glm5_next", "linear_attn_config"): (
+        inert_keys.names("gate_lower_bound head_dim num_heads safe_gate short_conv_kernel_size"),
+        {"full_attn_layers": ..., "kda_layers": ...},  # transformers' class reads layer_types alone
+    ),
     ("kimi_linear", "linear_attn_config"): (
         frozenset(
             ("full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size")

@@ -71,7 +71,7 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
             "openelm phi3 phimoe plamo plamo2 plamo3 qwen qwen2 qwen2_moe qwen3 qwen3_5 qwen3_moe "
             "qwen3_next seed_oss smollm3 solar_open stablelm step3p5 step3p7 talkie "
             "telechat3 xing4_0 youtu_llm flint hrm_text k2_horizon kolibri1 mistral_large3 "
-            "cohere_compass ernie4_5_moe_vl glm_ocr hy_v4 mllama molmo2 youtu_vl"
+            "cohere_compass ernie4_5_moe_vl glm5_next glm_ocr hy_v4 mllama molmo2 youtu_vl"
         ),
         _SILU,
     ),

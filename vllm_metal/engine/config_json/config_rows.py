@@ -127,6 +127,8 @@ ROWS: Sequence[Row] = (
         ("deepseek_v32", "glm_moe_dsa", "hy_v4"),
         always=True,
     ),
+    # transformers' class has as many without the list, whatever this key says.
+    Row("first_k_dense_replace", derived.constant(3), ("glm5_next",), always=True),
     Row("is_moe_layer", derived.sparse_layers),
     Row("mlp_only_layers", derived.constant([])),
     Row("num_experts", derived.copy_of("num_local_experts")),

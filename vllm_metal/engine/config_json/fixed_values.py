@@ -92,6 +92,15 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "rope_interleave": (True,),
         "scoring_func": ("sigmoid",),
     },
+    "glm5_next": {
+        "index_kpool_always_select_tail": (True,),  # without it, the first tokens attend to nothing
+        "index_kpool_compress": (True,),
+        "mhc": (True,),
+        "mla_use_nope": (True,),
+        "qk_rope_head_dim": (0,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    },
     "glm_moe_dsa": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
     "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
     "gpt_bigcode": {"multi_query": (True,), "scale_attn_weights": (True,)},
@@ -309,6 +318,7 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 NOT_COMPUTED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "afmoe": {"num_experts_per_tok": (1,)},  # does not normalize a single expert's weight
     "gemma2": {"attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
+    "glm5_next": {"num_experts_per_tok": (1,)},  # as afmoe
     "hy_v4": {"num_experts_per_tok": (1,)},  # as afmoe
 }
 #: Supported values for all modules.

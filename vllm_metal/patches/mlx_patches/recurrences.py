@@ -41,6 +41,7 @@ KNOWN = frozenset(
         ("lfm2_moe", "ShortConv"),
         ("mamba", "MambaBlock"),
         ("mamba2", "Mamba2Block"),
+        ("mlx_vlm.models.glm5_next.language", "Glm5NextLinearAttention"),
         ("mlx_vlm.models.inkling.language", "InklingDecoderLayer"),
         ("nemotron_h", "NemotronHMamba2Mixer"),
         ("olmo_hybrid", "GatedDeltaNet"),

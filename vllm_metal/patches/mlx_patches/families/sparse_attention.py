@@ -106,7 +106,7 @@ def check_kinds(kinds: list[str], num_layers: int) -> None:
     known = {*kinds} <= {_FULL, _SHARED} and len(kinds) == num_layers
     if not known or kinds[0] != _FULL:
         raise ValueError(
-            f"indexer_types of config.json: expected {_FULL!r} for the first layer and "
+            f"indexer_types of config.json: expected {_FULL!r} for the first sparse layer and "
             f"{_FULL!r} or {_SHARED!r} for each of the {num_layers} layers"
         )
 
