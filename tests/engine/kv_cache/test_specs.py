@@ -8,6 +8,7 @@ import pytest
 from engine.kv_cache.planned import planned
 from pairs import valuewise
 
+from vllm_metal.engine.attention.compressed_layer import RowLayer
 from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import AttentionLayer
 from vllm_metal.engine.attention.recurrent_layer import RunLayer
@@ -20,7 +21,7 @@ from vllm_metal.engine.kv_cache.specs import (
 )
 from vllm_metal.engine.memory.needs import Needs
 from vllm_metal.engine.recurrent.recurrent_state import StateFormat
-from vllm_metal.patches.mlx_patches.seam import GroupChoice
+from vllm_metal.patches.mlx_patches.seam import Compression, GroupChoice
 
 BLOCK = 16
 MEMORY = 8 << 20
@@ -112,6 +113,28 @@ def test_a_token_takes_its_elements_and_two_bytes_of_scale_where_they_are_codes(
     both = [*layers("", 1, 3, 64), IndexLayer.of("layers.0.1", 4, 64, 8)]
     keys = kv_cache_specs(both, BLOCK, dtype)["layers.0.1"]
     assert keys.page_size_bytes == BLOCK * per_row  # K alone, of one head
+
+
+def test_entries_share_pages_with_rows_of_windows(config):
+    """As in DeepSeek V4: the bytes of a token are those of entries alone, in whole pages."""
+    found = []
+    for index, size in enumerate([4, 128] * 6):
+        by = Compression(100, 128, 64, size, size == 4, 8 if size == 4 else None)
+        widths = {"keys": 4, "groups": 24 if size == 4 else 8, "entries": 4}
+        found += [
+            RowLayer.of(f"layers.{index}.{place}", role, by, units * 64)
+            for place, (role, units) in enumerate(widths.items())
+        ]
+    specs = kv_cache_specs(found, BLOCK, mx.bfloat16)
+    assert {spec.page_size_bytes for spec in specs.values()} == {BLOCK * 24 * 64 * 2}
+    placed = planned(config, specs, 4 * MEMORY)
+    layers_of = {}
+    for group in placed.kv_cache_groups:
+        kind = type(group.kv_cache_spec).__name__
+        layers_of.setdefault(kind, []).append(len(group.layer_names))
+    assert layers_of == {"FullAttentionSpec": [1], "SlidingWindowSpec": [1] * (2 + 6 + 2)}
+    states = allocate_kv_caches(placed, found, BLOCK, mx.bfloat16, SCATTER)
+    assert len({state.storage for state in states.values()}) == 1
 
 
 def test_windows_free_blocks_beside_few_heads_and_states(config):

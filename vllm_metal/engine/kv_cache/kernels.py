@@ -27,6 +27,7 @@ from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
 from metal_kernels.paged_attention.buckets import Bucket
 from metal_kernels.paged_attention.splits import DEFAULT
 from vllm_metal.engine.kv_cache import gathered
+from vllm_metal.engine.kv_cache.compressed_rows import CompressedRows
 from vllm_metal.engine.kv_cache.gathered import ByMLX, GatheredPlan
 from vllm_metal.engine.kv_cache.layer_cache import AttentionKind, KVBackend, KVShape, LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import Fenced, Pending, StepLayout
@@ -48,6 +49,7 @@ class KernelPlan:
     pace: Pace | None  # where the step's command buffers end; None: where MLX ends them
     prompts: SeparatePrompts | None = None  # MLA prompts, which are in neither of the two above
     sparse: SparseTokens | None = None  # tokens of chosen positions, which are in none of these
+    compressed: CompressedRows | None = None  # reads of layers with compressed entries
 
     @property
     def num_tokens(self) -> int:

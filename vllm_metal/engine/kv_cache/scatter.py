@@ -18,6 +18,7 @@ from metal_kernels.op_common import QUANTIZED_DTYPES
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import buckets, reference
 from metal_kernels.paged_attention.buckets import Bucket, Indices
+from vllm_metal.engine.kv_cache.compressed_rows import CompressedRows
 from vllm_metal.engine.kv_cache.layer_cache import (
     AttentionKind,
     KVArray,
@@ -44,6 +45,7 @@ class ScatterPlan:
     num_earlier: int  # E
     prompts: SeparatePrompts | None = None  # MLA prompts, which are not in `attention`
     sparse: SparseTokens | None = None  # tokens of chosen positions, which are in neither
+    compressed: CompressedRows | None = None  # reads of layers with compressed entries
 
     @cached_property
     def indices(self) -> Indices:

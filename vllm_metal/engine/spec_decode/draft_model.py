@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
+from vllm_metal.engine.attention.compressed_layer import RowLayer
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs
 from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import attention_layers
@@ -64,7 +65,7 @@ class DraftModel(DraftNetwork):
             replace(layer, name=LAYER_PREFIX + layer.name)
             for layer in attention_layers(model, family)
         ]
-        if any(isinstance(layer, IndexLayer) for layer in self.layers):
+        if any(isinstance(layer, IndexLayer | RowLayer) for layer in self.layers):
             raise NotImplementedError(
                 f"a draft model with sparse attention (model_type {family!r}) is not supported. "
                 "Choose another draft model"

@@ -77,6 +77,33 @@ def num_positions(choice: Choice) -> int:
     return choice if isinstance(choice, int) else choice.num_positions
 
 
+class Compression(NamedTuple):
+    """How a layer attends to its newest positions, and to compressed entries (DeepSeek V4).
+
+    A text's positions are cut into groups of `size`. An entry is computed from the rows that the
+    layer keeps of a group's positions; a token attends to entries whose group ends at its own
+    position or before.
+    """
+
+    window: int  # positions that a token sees itself, its own included
+    kept: int  # newest positions of which keys, and rows of open groups, are kept
+    unit: int  # elements that are stored together; a row has a multiple of them
+    size: int = 0  # positions of a group; 0: there are no entries
+    overlap: bool = False  # an entry is also computed from the rows of the group before
+    topk: int | None = None  # entries that a token attends to, chosen by an indexer; None: all
+
+    def units_of(self, width: int) -> int:
+        """Returns how many units a row of `width` elements takes."""
+        return -(-width // self.unit)
+
+    def slots_of(self, width: int) -> int:
+        """Returns how many slots an entry takes, a unit each: a power of two.
+
+        They are the last ones of its group, and so in one block, which no other text shares.
+        """
+        return 1 << (self.units_of(width) - 1).bit_length()
+
+
 class AttendingCache(ABC):
     """A layer's cache for mlx-lm that computes attention itself.
 
@@ -168,6 +195,62 @@ class AttendingCache(ABC):
             [T, H, 1, DV].
         """
         raise NotImplementedError(f"{type(self).__name__} does not attend to chosen positions")
+
+    def write_groups(self, rows: mx.array, by: Compression) -> tuple[mx.array, mx.array]:
+        """Writes rows of which entries are computed.
+
+        Args:
+            rows: [T, 1, 1, D].
+
+        Returns:
+            For each of E groups that may end in this step, [E, size, D] rows of its positions,
+            zeros where there are none yet; with `overlap` [E, 2 * size, D], those of the group
+            before first; and [E] int32, its first position.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not keep rows of groups")
+
+    def write_entries(self, entries: mx.array, by: Compression) -> None:
+        """Writes [E, D] entries of the groups of `write_groups`, those that end in this step."""
+        raise NotImplementedError(f"{type(self).__name__} does not keep entries")
+
+    def choose_entries(
+        self, entries: mx.array, queries: mx.array, weights: mx.array, by: Compression
+    ) -> Any:
+        """Writes an indexer's entries, and chooses those that each row attends to; see `choose`.
+
+        Args:
+            entries: [E, D], see `write_entries`.
+            queries: [T, H, 1, D].
+            weights: [T, 1, H], scales included.
+
+        Returns:
+            What `attend_to_entries` of the same step takes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not choose entries")
+
+    def attend_to_entries(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        by: Compression,
+        scoring: Scoring,
+        entries: AttendingCache | None = None,
+        chosen: Any = None,
+    ) -> mx.array:
+        """Writes keys, and attends to the newest positions and to entries, in one softmax.
+
+        Keys and entries are values, too.
+
+        Args:
+            queries: [T, H, 1, D].
+            keys: [T, 1, 1, D].
+            entries: the cache of `write_entries`; None: attend to positions only.
+            chosen: from `choose_entries`; None: attend to all entries.
+
+        Returns:
+            [T, H, 1, D].
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not attend to entries")
 
 
 def _dispatching(dense: _Attention) -> _Attention:
