@@ -251,7 +251,10 @@ def disk_options(folder):
 @pytest.mark.more
 @pytest.mark.parametrize(
     "name",
-    ["glm_moe_dsa", "minimax_m3_vl", "glm5_next", pytest.param("hy_v4", marks=pytest.mark.slow)],
+    [
+        *("glm_moe_dsa", "minimax_m3_vl", "glm5_next", "deepseek_v4"),
+        pytest.param("hy_v4", marks=pytest.mark.slow),
+    ],
 )
 def test_index_keys_leave_the_pool_with_the_latents_or_kv(name, tmp_path):
     """They come back from a disk, and reach an engine that decodes what another one computed."""

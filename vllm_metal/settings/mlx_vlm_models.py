@@ -50,6 +50,7 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
         towers=("vision_tower",),
         position_axes="bt",
     ),
+    "deepseek_v4": TextModel("deepseek_v4"),
     "ernie4_5_moe_vl": _ERNIE,
     "ernie4_5_vl_moe": _ERNIE,
     "falcon_ocr": TextModel("falcon_ocr", position_axes="bt"),

@@ -128,6 +128,17 @@ def test_layers_that_share_a_choice_of_positions_keep_no_index_keys(name, latent
     assert (found.state_bytes > 0) == (name == "glm5_next")
 
 
+@pytest.mark.more
+def test_entries_of_groups_take_a_slot_in_each_block(tmp_path):
+    """One page of all layers' entries, as wide as the widest rows that windows keep."""
+    family = of_mlx_vlm.FAMILIES["deepseek_v4"]
+    path = Path(write_model(family, tmp_path))
+    found = estimate(read(path, torch.bfloat16), settings(path, torch.bfloat16), MAC)
+    widest = 4 * (family.config["head_dim"] + family.config["index_head_dim"])
+    assert found.needs.block_bytes == found.block_size * widest * 2
+    assert found.measured.attention > 0
+
+
 def test_adapters_are_those_of_the_engine(folder):
     path = folder("llama")
     limits = engine.adapters(3, None, 8)

@@ -71,6 +71,6 @@ qwen3_moe: qwen3_vl_moe
 
 #: Text models of their own for which there is no row in `settings.mlx_vlm_models`, and why.
 WITHOUT_ROW = _names("""
-keeps an indexer's keys beside K and V: deepseek_v4 longcat_flash_sparse qwen4_exp
+keeps an indexer's keys beside K and V: longcat_flash_sparse qwen4_exp
 feeds coordinates back that it reads from hidden states: falcon_perception
 """)

@@ -169,6 +169,53 @@ JINA: dict[str, Any] = {
     "vocab_size": VOCAB - 2,
 }
 
+#: DeepSeek V4's keys, as published.
+V4: dict[str, Any] = {
+    "hidden_size": 72,
+    "moe_intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "qk_rope_head_dim": 8,
+    "q_lora_rank": 48,
+    "o_groups": 3,
+    "o_lora_rank": 10,
+    "n_routed_experts": 5,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_hash_layers": 1,
+    "num_nextn_predict_layers": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.7,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "hidden_act": "silu",
+    "swiglu_limit": 1.2,
+    "compress_ratios": [0, 4, 128, 4],
+    "compress_rope_theta": 900.0,
+    "rope_theta": 700.0,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 256,
+    "sliding_window": 12,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 6,
+    "hc_mult": 3,
+    "hc_eps": 1e-3,
+    "hc_sinkhorn_iters": 20,
+    "rms_norm_eps": 1e-3,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "vocab_size": VOCAB,
+}
 FAMILIES = {
     family.module: family
     for family in (
@@ -298,6 +345,8 @@ FAMILIES = {
             prefix_lm=False,
             embedding_scale=3.0,
         ),
+        # A window alone, and beside entries of 4 positions, chosen ones, and of 128.
+        Family("deepseek_v4", "DeepseekV4ForCausalLM", V4),
         # Latents of positions that an indexer chooses, sinks, and streams of hyper-connections.
         _family(
             "hy_v4",

@@ -333,6 +333,45 @@ FAMILIES: dict[str, Published] = {
         | {"head_dim": 24},
         "deepseek_v32": _LATENT | _ROUTED | _INDEXER,
         "deepseek_v32, yarn": _LATENT | _ROUTED | _INDEXER | _rope(**_YARN),
+        # Windows alone; groups of 4 and an indexer; groups of 128. Experts by a table of tokens.
+        "deepseek_v4": {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+            "moe_intermediate_size": 40,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "q_lora_rank": 48,
+            "num_experts_per_tok": 2,
+            "n_routed_experts": 5,
+            "routed_scaling_factor": 1.7,
+            "layer_types": [
+                "sliding_attention",
+                "compressed_sparse_attention",
+                "heavily_compressed_attention",
+                "compressed_sparse_attention",
+            ],
+            "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+            "hc_mult": 3,
+            "hc_eps": 1e-3,
+            "hc_sinkhorn_iters": 2,
+            "swiglu_limit": 1.2,
+            "sliding_window": 12,
+            "o_groups": 3,
+            "o_lora_rank": 10,
+            "index_n_heads": 16,
+            "index_head_dim": 16,
+            "index_topk": 8,
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 700.0,
+            "compress_rope_theta": 900.0,
+            "rms_norm_eps": 1e-3,
+        },
         "glm_moe_dsa": _LATENT
         | _ROUTED
         | _INDEXER
@@ -800,6 +839,10 @@ def draw(model: torch.nn.Module, generator: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if "correction_bias" in name or "expert_bias" in name:
             buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)
+        elif name.endswith(".tid2eid"):  # experts of each token
+            experts = model.config.n_routed_experts
+            drawn = torch.rand((len(buffer), experts), generator=generator).argsort(-1)
+            buffer.data = drawn[:, : buffer.shape[1]]
 
 
 def write(model: Any, folder: Path) -> str:

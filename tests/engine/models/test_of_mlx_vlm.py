@@ -11,6 +11,7 @@ import torch
 from engine.models import doubles, of_mlx_vlm
 from engine.models.cases import cases
 from engine.models.nested import HEAD, ODD
+from engine.models.of_mlx_vlm import V4
 from engine.models.recurrent import VOCAB, draw, make_model, write_model
 from engine.models.test_executor import chunk_by_chunk, of_states
 from engine.models.test_plain import TOLERANCE, prompts_of
@@ -75,6 +76,30 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
         ("molmo2", {"rope_scaling_layers": [1]}, r"rope_scaling_layers=\[1\]"),
         ("molmo2", {"hidden_act": "gelu"}, r"hidden_act='gelu'"),
         ("youtu_vl", {"rope_interleave": False}, r"rope_interleave=False"),
+        ("deepseek_v4", {"norm_topk_prob": False}, r"norm_topk_prob=False.*supports only True"),
+        ("deepseek_v4", {"index_block": 32}, r"index_block=32"),
+        ("deepseek_v4", {"vision_n_layers": 2}, r"vision_n_layers=2.*supports only 0"),
+        ("deepseek_v4", {"swiglu_limit": 0.0}, r"swiglu_limit=0.0.*Set a positive limit"),
+        ("deepseek_v4", {"compress_ratios": [0, 4, 64, 4]}, r"compress ratios: \[64\]"),
+        (
+            "deepseek_v4",
+            {"compress_rates": {"compressed_sparse_attention": 8}},
+            r"compress_rates=.*Choose another checkpoint",
+        ),
+        ("deepseek_v4", {"mlp_layer_types": ["moe", "hash_moe"] * 2}, r"mlp_layer_types="),
+        (
+            "deepseek_v4",
+            {"rope_scaling": V4["rope_scaling"] | {"attention_factor": 1.2}},
+            r"attention_factor=1.2",
+        ),
+        ("deepseek_v4", {"rope_scaling": {"type": "linear", "factor": 2.0}}, r"type='linear'"),
+        ("deepseek_v4", {"o_groups": 4}, r"o_groups=4.*num_attention_heads=6"),
+        ("deepseek_v4", {"sliding_window": None}, r"sliding_window=None"),
+        (
+            "deepseek_v4",
+            {"rope_parameters": {"main": {"rope_type": "yarn"}, "compress": {"factor": 2.0}}},
+            r"rope_type='yarn' in rope_parameters.main",
+        ),
         ("hy_v4", {"gated_mla": False}, r"gated_mla=False.*supports only True"),
         ("hy_v4", {"layer_types": ["full_attention"] * 4}, r"layer_types"),
         ("hy_v4", {"moe_layer_freq": 2}, r"moe_layer_freq=2.*supports only 1"),

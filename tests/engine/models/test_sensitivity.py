@@ -63,7 +63,8 @@ GENERAL = frozenset().union(*WITHOUT_EFFECT.values())
 #: builds no model: shapes are bound to one another, and one key alone cannot change.
 OF_FAMILY = {
     "bound to other keys": _names(
-        "deepseek_*:head_dim deepseek_*:num_key_value_heads "
+        "deepseek_v[23]*:head_dim deepseek_*:num_key_value_heads "
+        "deepseek_v4:rope_parameters.compress.partial_rotary_factor "
         "glm4_moe_lite:num_key_value_heads glm_moe_dsa:num_key_value_heads "
         "glm5_next:num_attention_heads glm5_next:num_key_value_heads glm5_next:qk_rope_head_dim "
         "glm5_next:index_topk "
@@ -96,6 +97,8 @@ OF_FAMILY = {
         "deepseek_v32:first_k_dense_replace "
         "hy_v4:head_dim hy_v4:num_key_value_heads hy_v4:qk_head_dim "
         "glm5_next:head_dim glm5_next:qk_head_dim glm5_next:first_k_dense_replace "
+        "deepseek_v4:rope_theta deepseek_v4:compress_rope_theta deepseek_v4:qk_rope_head_dim "
+        "deepseek_v4:partial_rotary_factor "
         "minicpm3:qk_head_dim mistral4:qk_head_dim minicpm3:head_dim deepseek_v2:head_dim "
         "kimi_linear:head_dim "
         "laguna:num_attention_heads *:sliding_window_pattern *:_sliding_window_pattern "
@@ -122,6 +125,7 @@ OF_FAMILY = {
         "phimoe:num_experts_per_tok dots1:max_window_layers nemotron_h:attention_bias "
         "nemotron_h:mamba_proj_bias nemotron_h:n_shared_experts nemotron_h:sliding_window "
         "nemotron_h:time_step_limit nemotron_h:tie_word_embeddings "
+        "deepseek_v4:n_shared_experts deepseek_v4:norm_topk_prob deepseek_v4:attention_bias "
         "deepseek_v32:mlp_bias glm_moe_dsa:mlp_bias minimax_m3_vl:hidden_act "
         "cohere_compass:rope_parameters.*.mrope_interleaved mllama:tie_word_embeddings "
         "ernie4_5_vl_moe:tie_word_embeddings glm5_next:tie_word_embeddings "
@@ -136,6 +140,7 @@ ARRAYS: dict[str, str] = {
     "*:model.vision*": "of images",
     "*:model.visual.*": "of images",
     "mllama:model.language_model.layers.[02].*": "of layers that attend to images",
+    "deepseek_v4:*.layers.2.self_attn.compressor.*": "of groups that the text does not fill",
     # It adds the same to all scores where no position is rotated.
     "cohere_compass:*.layers.[12].self_attn.k_proj.bias": "without RoPE",
 }

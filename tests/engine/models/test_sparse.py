@@ -7,6 +7,7 @@ of positions that a token attends to.
 
 import functools
 import inspect
+import itertools
 import sys
 from dataclasses import replace
 
@@ -29,6 +30,9 @@ from transformers import GlmMoeDsaConfig, MiniMaxM3VLConfig
 
 from metal_kernels import kernel
 from vllm_metal.engine.attention import paged_cache, sparse
+from vllm_metal.engine.attention.compressed_layer import RowLayer
+from vllm_metal.engine.attention.index_layer import IndexLayer
+from vllm_metal.engine.attention.layers import attention_layers
 from vllm_metal.engine.attention.paged_cache import LatentCache
 from vllm_metal.engine.config_json.published_config import as_read
 from vllm_metal.engine.kv_cache.kernels import KERNELS
@@ -41,10 +45,11 @@ from vllm_metal.patches.mlx_patches.seam import Scoring
 pytestmark = pytest.mark.usefixtures("unfused")
 
 #: Families that choose positions, one that chooses blocks of them for each K/V head, and one that
-#: chooses groups beside layers with states.
-DSA, HY4, M3, GLM5 = "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "glm5_next"
+#: chooses groups beside layers with states. DeepSeek V4's chooses entries that stand for four
+#: positions each, beside others for 128 and a window.
+DSA, HY4, M3, GLM5, V4 = "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "glm5_next", "deepseek_v4"
+NAMES = (DSA, HY4, M3, GLM5, V4)
 TOPK, BLOCK_OF_M3, GROUP = 24, 12, 6  # a block of the pool is no multiple of the last two
-INDEX_SIZE = {DSA: 16, HY4: 16, M3: 24, GLM5: 2 * 12}
 #: Of each prompt its length, and how it is cut up: the last chunk is what remains.
 PROMPTS = [(540, (512,)), (90, (31, 32)), (60, (1, 1, 20, 1)), (40, (7,) * 5), (20, (3,))]
 TOLERANCE = 1e-3  # of log-probabilities in float32
@@ -55,7 +60,7 @@ def texts():
     return [rng.integers(3, VOCAB, length).tolist() for length, _ in PROMPTS]
 
 
-@pytest.fixture(params=[DSA, HY4, M3, GLM5])
+@pytest.fixture(params=NAMES)
 def name(request):
     return request.param
 
@@ -64,6 +69,7 @@ def small(name, topk, **changes):
     """transformers' model whose tokens attend to at most `topk` positions."""
     changes |= {"max_position_embeddings": 640}
     if name not in (M3, GLM5):
+        topk //= 4 if name == V4 else 1
         return make(PUBLISHED[name], **changes | {"index_topk": topk})
     if name == GLM5:
         changes |= {"index_topk": topk // GROUP * GROUP, "index_kpool": GROUP}
@@ -115,9 +121,8 @@ def in_chunks(served):
 @pytest.mark.parametrize(
     ("name", "topk"),
     [
-        *((DSA, TOPK), (DSA, 64), (HY4, TOPK), (M3, TOPK), (M3, 64), (GLM5, TOPK)),
-        pytest.param(GLM5, 64, marks=pytest.mark.more),
-        pytest.param(HY4, 64, marks=pytest.mark.more),
+        *((DSA, TOPK), (DSA, 64), (HY4, TOPK), (M3, TOPK), (M3, 64), (GLM5, TOPK), (V4, TOPK)),
+        *(pytest.param(name, 64, marks=pytest.mark.more) for name in (HY4, GLM5, V4)),
     ],
 )
 def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
@@ -130,7 +135,7 @@ def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
         assert np.array_equal(found.argmax(-1), wanted.argmax(-1))
 
 
-@pytest.mark.parametrize("name", [DSA, M3, GLM5])
+@pytest.mark.parametrize("name", [DSA, M3, GLM5, V4])
 def test_of_equal_scores_earlier_positions_are_chosen(published, name, monkeypatch):
     """With two heads, many scores are zero, and torch's `topk` does not state which it takes."""
     changes = {"equal_scores": True} if name == M3 else {"index_n_heads": 2}
@@ -152,11 +157,18 @@ def test_of_equal_scores_earlier_positions_are_chosen(published, name, monkeypat
     assert max(np.abs(one - other).max() for one, other in zip(expected, others, strict=True)) > 1
 
 
-@pytest.mark.parametrize("context", [TOPK - 2, TOPK + 30, 2 * BLOCK - 2])
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [
+        *itertools.product((DSA, HY4, M3), (TOPK - 2, TOPK + 30, 2 * BLOCK - 2)),
+        *((V4, TOPK + 30), (V4, 126)),  # before the end of a group of 4, and of 128
+        pytest.param(V4, 2 * BLOCK - 2, marks=pytest.mark.more),
+    ],
+)
 def test_drafts_rejected_at_each_place(published, name, context):
     """The tokens behind an accepted draft are others, whose keys the next step overwrites."""
     ours, theirs = published(name)
-    text, num_drafts = texts()[1], 4
+    text, num_drafts = texts()[0][: context + 20], 4
     (expected,) = log_probabilities(theirs, [text])
     for accepted in range(num_drafts + 1):
         served = Served(ours, name, [text])
@@ -182,7 +194,14 @@ def with_shared_blocks(model, name, prompts, num_blocks):
     return served
 
 
-@pytest.mark.parametrize("num_blocks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("name", "num_blocks"),
+    [
+        *itertools.product((DSA, HY4, M3), (1, 2, 4)),
+        *((V4, 7), (V4, 9)),  # before and behind the end of a group of 128
+        *(pytest.param(V4, count, marks=pytest.mark.more) for count in (1, 4)),
+    ],
+)
 def test_a_prefix_that_is_found_or_filled_beside_it(published, name, num_blocks):
     """Blocks that a step before has filled, and those that the same step fills.
 
@@ -190,7 +209,7 @@ def test_a_prefix_that_is_found_or_filled_beside_it(published, name, num_blocks)
     """
     ours, theirs = published(name)
     prompts, begin = texts()[:2], num_blocks * BLOCK
-    prompts[1][:begin] = prompts[0][:begin]
+    prompts[1] = [*prompts[0][:begin], *prompts[1][-26:]]
     expected = log_probabilities(theirs, prompts)
     for before in (begin,) if name == GLM5 else (begin, begin - BLOCK // 2):
         served = with_shared_blocks(ours, name, prompts, num_blocks)
@@ -209,7 +228,7 @@ def shifted(largest):
     return choose
 
 
-@pytest.mark.parametrize("name", [DSA, M3, GLM5, pytest.param(HY4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("name", [DSA, M3, GLM5, V4, pytest.param(HY4, marks=pytest.mark.more)])
 def test_other_positions_say_something_else(published, name, monkeypatch):
     ours, theirs = published(name)
     expected = log_probabilities(theirs, texts())
@@ -217,7 +236,14 @@ def test_other_positions_say_something_else(published, name, monkeypatch):
     found = in_chunks(Served(ours, name, texts()))
     changed = [np.mean(o.argmax(-1) != e.argmax(-1)) for o, e in zip(found, expected, strict=True)]
     assert all(share > 0.2 for share in changed[:3])
-    assert changed[-1] == 0  # as long as the number of chosen positions
+    if name != V4:  # whose entries are chosen from those of longer texts, too
+        assert changed[-1] == 0  # as long as the number of chosen positions
+
+
+def has_index_keys(layer):
+    if isinstance(layer, RowLayer):
+        return layer.role == "index"
+    return isinstance(layer, IndexLayer)
 
 
 def test_index_keys_of_a_found_block_count(published, name):
@@ -232,10 +258,11 @@ def test_index_keys_of_a_found_block_count(published, name):
         served.run.begin_step()
         if cleared:
             block = int(served.requests.block_tables.tables_np[0][0, 1])
-            for state in served.run.layer_states:
-                if not isinstance(state, ScatterKVCache):
-                    assert name == GLM5
-                elif state.keys.elements.shape[-1] == INDEX_SIZE[name]:
+            for layer, state in zip(
+                attention_layers(ours, name), served.run.layer_states, strict=True
+            ):
+                if has_index_keys(layer):
+                    assert isinstance(state, ScatterKVCache)
                     state.clear_blocks(np.array([block], np.int32))
         found.append(served.step([begin, begin], {1: 25})[1])
     assert np.mean(found[0].argmax(-1) != found[1].argmax(-1)) > 0.2
@@ -369,6 +396,7 @@ def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
     assert GlmMoeDsaConfig(num_hidden_layers=4, **kinds).indexer_types == derived
 
 
+@pytest.mark.parametrize("name", [DSA, HY4, M3])
 def test_a_layer_reads_each_context_and_each_chosen_row_once(published, name, monkeypatch):
     """However many calls its scores take. Contexts are padded to whole blocks."""
     ours, _ = published(name)
@@ -419,6 +447,11 @@ def of_kernels(name):
         sparse = text["sparse_attention_config"] | {"sparse_index_dim": 64, "sparse_block_size": 4}
         text = text | {"head_dim": 64, "sparse_attention_config": sparse}
         return make_model(replace(family, config=family.config | {"text_config": text}), seed=5)
+    if name == V4:
+        family = of_mlx_vlm.FAMILIES[V4]
+        sizes = {"head_dim": 256, "index_head_dim": 64, "qk_rope_head_dim": 32}
+        layers = {"num_hidden_layers": 2, "compress_ratios": [4, 128], "num_hash_layers": 1}
+        return make_model(replace(family, config=family.config | sizes | layers), drawn=True)
     family = of_mlx_vlm.FAMILIES[HY4] if name == HY4 else FAMILIES[name]
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
     config = family.config | sizes | {"num_hidden_layers": 2}
@@ -430,7 +463,7 @@ def of_kernels(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["deepseek_v32", *(pytest.param(each, marks=pytest.mark.more) for each in (HY4, M3, GLM5))],
+    ["deepseek_v32", V4, *(pytest.param(each, marks=pytest.mark.more) for each in (HY4, M3, GLM5))],
 )
 def test_our_kernels_write_and_gather(name):
     """Chunks, a decode, a short text."""

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
 )
 
 from vllm_metal.engine.attention.attention_layer import AttentionLayer
+from vllm_metal.engine.attention.compressed_layer import RowProbe
 from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.latent_heads import Projections
 from vllm_metal.engine.attention.paged_cache import LayerRotation
@@ -34,6 +35,7 @@ from vllm_metal.patches.mlx_patches import (
     multi_linear,
     rotations,
 )
+from vllm_metal.patches.mlx_patches.families.deepseek_v4 import ENTRIES_CACHE, KEYS_CACHE
 from vllm_metal.patches.mlx_patches.families.glm5_next import PooledKeyCache
 from vllm_metal.patches.mlx_patches.families.inkling import MaskedWindowCache
 from vllm_metal.patches.mlx_patches.families.z1t import CountingArraysCache
@@ -255,6 +257,7 @@ PROBES: Mapping[type, Callable[[Any], Probe]] = {
 }
 #: The same by name: mlx-vlm has classes of its own with mlx-lm's names and protocol.
 _BY_NAME = {kind.__name__: probe for kind, probe in PROBES.items()}
+_BY_NAME |= dict.fromkeys((KEYS_CACHE, ENTRIES_CACHE), lambda cache: RowProbe())
 _OF_MLX_VLM = f"{MLX_VLM}cache"
 
 

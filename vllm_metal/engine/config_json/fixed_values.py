@@ -101,6 +101,21 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
     },
+    # transformers' class has neither biases nor other sums of weights; its indexer scores every
+    # entry, without blocks.
+    "deepseek_v4": _UNTIED
+    | {
+        "attention_bias": (False,),
+        "index_block": (),
+        "index_keep": (),
+        "mlp_bias": (False,),
+        "n_shared_experts": (1,),
+        "norm_topk_prob": (True,),
+        "num_key_value_heads": (1,),
+        "scoring_func": ("sqrtsoftplus", "sigmoid"),
+        "topk_method": ("noaux_tc",),
+        "vision_n_layers": (0,),
+    },
     "glm_moe_dsa": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
     "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
     "gpt_bigcode": {"multi_query": (True,), "scale_attn_weights": (True,)},

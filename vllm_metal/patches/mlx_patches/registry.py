@@ -20,6 +20,7 @@ from vllm_metal.patches.mlx_patches.families import (
     activations,
     arrays,
     cohere_compass,
+    deepseek_v4,
     experts,
     falcon_h1,
     falcon_ocr,
@@ -143,6 +144,9 @@ OF_MLX_VLM: Patches = {
     "cohere_compass.language": (cohere_compass.language,),
     "cohere2_moe.language": (layer_kinds.cohere2_moe,),
     "deepseek_v32.language": (experts.grouped(),),
+    "deepseek_v4": (deepseek_v4.config,),
+    "deepseek_v4.deepseek_v4": (deepseek_v4.names,),
+    "deepseek_v4.language": (deepseek_v4.language,),
     "ernie4_5_moe_vl.config": (
         text_models.text_of_its_own,
         text_models.first_of_two(
