@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 import numpy as np
 
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
-from vllm_metal.engine.kv_cache.layer_state import StepLayout, joined
+from vllm_metal.engine.kv_cache.layer_state import PlanT, StepLayout, joined
 from vllm_metal.engine.kv_cache.separate_prompts import without
 
 #: Among positions and places: nothing there. Lower places are rows that this step writes.
@@ -147,13 +147,14 @@ def with_contexts(
 
 
 def _paced(
-    plan: Any, sparse: SparseTokens, layout: StepLayout, work: int, pace: Pace | None = None
-) -> Any:
+    plan: PlanT, sparse: SparseTokens, layout: StepLayout, work: int, pace: Pace | None = None
+) -> PlanT:
     """Returns the plan with `sparse`, both with the given pace, or one by a layer's FLOPs."""
+    known = cast(Any, plan)
     if layout.pace is None:
-        return replace(plan, sparse=sparse)
+        return cast(PlanT, replace(known, sparse=sparse))
     pace = pace or pace_of(layout.pace, int(layout.query_start_loc_np[-1]), work)
-    return replace(plan, sparse=replace(sparse, pace=pace), pace=pace)
+    return cast(PlanT, replace(known, sparse=replace(sparse, pace=pace), pace=pace))
 
 
 def _split(layout: StepLayout, topk: int) -> tuple[StepLayout, np.ndarray]:
