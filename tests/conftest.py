@@ -33,6 +33,7 @@ COSTS = Costs()
 
 # Collecting imports and makes a million objects that stay: each pass over them is for nothing.
 gc.disable()
+_freeze = gc.freeze
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 # Writers of published formats, which tests compare with, would compile their arithmetic by g++: it
@@ -143,19 +144,24 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Has the collector pass over what stays for as long as the process does.
-
-    Each engine that ends in a test's process collects some seven times, and thaws what is frozen:
-    passes over a million objects of torch, vLLM and pytest took nine tenths of an engine's test.
-    """
-    gc.collect()
-    gc.freeze()
+    """Lets the collector run again, but not over what collecting the tests has made."""
     # Reading sources makes many objects at once: by default, each 70,000 of them cause a pass over
-    # all that earlier tests left, which took two thirds of the time of test_config_keys.
+    # all that the file's tests left.
     gc.set_threshold(20_000, 10, 10)
     gc.enable()
     gc.freeze = gc.unfreeze = lambda: None
     gc.get_freeze_count = lambda: 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> None:
+    """Exempts what earlier files left in this process from garbage collection.
+
+    Each engine that ends in a test's process collects some seven times, and thaws what is frozen:
+    passes over a million objects of torch, vLLM and pytest took a third of all processor time.
+    """
+    gc.collect()
+    _freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
