@@ -44,8 +44,8 @@ TOWERS = {
     "image_bos_token_id": 62,
     "audio_bos_token_id": 63,
 }
-#: vLLM's renderer of chats for Inkling needs a tokenizer.
-WITHOUT_TOKENIZER = {"tokenizer_mode": "hf"}
+#: vLLM's renderer of chats for Inkling needs a tokenizer, and its processor of images, too.
+WITHOUT_TOKENIZER = {"tokenizer_mode": "hf", "language_model_only": True}
 CLASSES = {
     "inkling_text": InklingForCausalLM,
     "inkling_mm_model": InklingForConditionalGeneration,
@@ -123,7 +123,7 @@ def test_chunks(folders, chunk):
     assert after["vllm:prefix_cache_hits"] > 0 or chunk != 7
 
 
-def test_images_are_rejected(folders):
+def test_text_alone_takes_no_images(folders):
     image = {"image": Image.new("RGB", (40, 40))}
     with hybrid_engine(folders["inkling_mm_model"], **WITHOUT_TOKENIZER) as llm:
         prompt = {"prompt_token_ids": [1, 2, TOWERS["image_token_id"]], "multi_modal_data": image}

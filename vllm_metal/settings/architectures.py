@@ -28,6 +28,7 @@ TEXT_PARTS = (
 WITH_IMAGES = (
     "Gemma3ForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
+    "InklingForConditionalGeneration",
     "Lfm2VlForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",

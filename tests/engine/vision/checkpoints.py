@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine.models.of_mlx_vlm import INKLING
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 #: Sizes that all toys share. None hides a constant: hidden_size is no square, heads are no power of
@@ -59,6 +60,10 @@ class Family:
         named: special tokens that the tokenizer has as attributes, by the attribute's name.
         video: what stands for a video in a prompt, if the family takes videos.
         byte_level: whether tokens are bytes, as transformers' own class of a tokenizer has them.
+        ids: of special tokens that vLLM's processor knows by number, by their text.
+        expanded: the same for transformers' processor; None: `image`.
+        rounds_pixels: whether vLLM's processor rounds pixels to bfloat16.
+        options: of the engine.
     """
 
     architecture: str
@@ -70,6 +75,10 @@ class Family:
     named: dict[str, str] = field(default_factory=dict)
     video: str | None = None
     byte_level: bool = False
+    ids: dict[str, int] = field(default_factory=dict)
+    expanded: str | None = None
+    rounds_pixels: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path, *, few: bool = False, **changes: Any) -> str:
         """Writes a whole checkpoint of random float32 weights into `folder`; returns its path.
@@ -83,15 +92,19 @@ class Family:
         folder.mkdir(parents=True, exist_ok=True)
         ids = self._write_tokenizer(folder)
         config = self.config(ids)
-        config["text_config"] |= {"vocab_size": len(ids)} | changes
+        config["text_config"] |= {"vocab_size": max(ids.values()) + 1} | changes
         _write_model(self.architecture, config, folder, few)
         for name, content in self.files.items():
             (folder / name).write_text(json.dumps(content))
         return str(folder)
 
+    def for_transformers(self, prompt: str) -> str:
+        """A prompt for transformers' processor."""
+        return prompt.replace(self.image, self.expanded or self.image)
+
     def _write_tokenizer(self, folder: Path) -> dict[str, int]:
         """A vocabulary of characters or bytes; returns all ids by their token."""
-        tokenizer = _bytes(self.special) if self.byte_level else _characters(self.special)
+        tokenizer = _bytes(self.special) if self.byte_level else _characters(self.special, self.ids)
         tokenizer.save(str(folder / "tokenizer.json"))
         bos, eos = self.special[:2]
         content = {
@@ -109,12 +122,12 @@ class Family:
         return vocabulary
 
 
-def _characters(special: tuple[str, ...]) -> Tokenizer:
+def _characters(special: tuple[str, ...], ids: dict[str, int]) -> Tokenizer:
     """A tokenizer of special tokens, printable characters, runs of line ends, and all bytes."""
     tokens = [*special, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁"]
     tokens += [chr(code) for code in range(33, 127)] + ["\n" * many for many in (1, 2, 3, 4)]
     merges = [("\n", "\n"), ("\n\n", "\n"), ("\n\n", "\n\n")]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+    vocabulary = {token: index for index, token in enumerate(tokens)} | ids
     tokenizer = Tokenizer(
         models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
     )
@@ -122,7 +135,8 @@ def _characters(special: tuple[str, ...]) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    named = [AddedToken(token, normalized=False) for token in (*special, *ids)]
+    tokenizer.add_special_tokens(named)
     return tokenizer
 
 
@@ -304,6 +318,22 @@ def _gemma4(ids: dict[str, int]) -> dict[str, Any]:
     }
 
 
+def _inkling(ids: dict[str, int]) -> dict[str, Any]:
+    """Windows, and contexts that are longer than a bias."""
+    text = INKLING | {
+        "sliding_window_size": 19,
+        "rel_extent": 45,
+        "intermediate_size": 56,
+        "moe_intermediate_size": 24,
+        "max_position_embeddings": 2048,
+    }
+    return {
+        "text_config": text,
+        "vision_config": {"n_layers": 4, "patch_size": 40, "temporal_patch_size": 2},
+        "audio_config": {"n_mel_bins": 4, "mel_vocab_size": 8},
+    }
+
+
 def _lfm2_vl(ids: dict[str, int]) -> dict[str, Any]:
     text = _TEXT | {
         "model_type": "lfm2",
@@ -459,6 +489,36 @@ FAMILIES = {
             "audio_token": "<|audio|>",
             "boa_token": "<|audio>",
             "eoa_token": "<audio|>",
+        },
+    ),
+    "inkling_mm_model": Family(
+        "InklingForConditionalGeneration",
+        _inkling,
+        special=("<bos>", "<eos>"),
+        ids={
+            "<|content_image|>": 200005,
+            "<|content_audio_input|>": 200020,
+            **{f"<|unused_{index}|>": index for index in range(200053, 200064)},
+        },
+        options={"tokenizer_mode": "hf"},  # vLLM's own needs the published vocabulary
+        image="<|content_image|>",
+        expanded="<|content_image|><|unused_200054|>",
+        rounds_pixels=True,
+        template=(
+            "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for p in m.content %}{% if p.type == 'image' %}<|content_image|>"
+            "{% elif p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+        ),
+        files={
+            "processor_config.json": {
+                "processor_class": "InklingProcessor",
+                "image_processor": {
+                    "image_processor_type": "InklingImageProcessor",
+                    "rescale_image_frac": 1.0,  # vLLM's class scales by 2 where nothing is said
+                    "rescale_image_max_upscaled_long_edge": 160,
+                },
+                "feature_extractor": {"feature_extractor_type": "InklingFeatureExtractor"},
+            },
         },
     ),
     "lfm2_vl": Family(

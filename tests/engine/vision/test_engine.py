@@ -29,7 +29,9 @@ DRAFTS = {
     scope="module",
     # Beside the first one, images whose rows see each other, and layers with states.
     params=cases(
-        sorted(FAMILIES.keys() & checkpoints.FAMILIES.keys()), ["qwen3_vl"], ["gemma3", "qwen3_5"]
+        sorted(FAMILIES.keys() & checkpoints.FAMILIES.keys()),
+        ["qwen3_vl"],
+        ["gemma3", "inkling_mm_model", "qwen3_5"],
     ),
 )
 def asked(request, tmp_path_factory):
@@ -52,7 +54,7 @@ def asked(request, tmp_path_factory):
         },
         {"prompt": word},
     ]
-    options = {"additional_config": ADDITIONAL.get(name, {})}
+    options = {"additional_config": ADDITIONAL.get(name, {})} | family.options
     return (
         family,
         folder,
@@ -67,7 +69,10 @@ def expected(family, folder, prompts):
     processor = transformers.AutoProcessor.from_pretrained(folder)
     for prompt in prompts:
         images = prompt.get("multi_modal_data", {}).get("image")
-        inputs = processor(text=prompt["prompt"], images=images, return_tensors="pt")
+        text = family.for_transformers(prompt["prompt"])
+        inputs = processor(text=text, images=images, return_tensors="pt")
+        if family.rounds_pixels and images:
+            inputs["pixel_values"] = inputs["pixel_values"].bfloat16().float()
         with torch.inference_mode():
             found = model.eval().generate(
                 **inputs, max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False

@@ -18,7 +18,10 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
-FAMILIES = ("gemma3", "gemma4", "lfm2_vl", "llava", "mistral3", "qwen3_vl", "qwen3_5")
+FAMILIES = (
+    *("gemma3", "gemma4", "inkling_mm_model", "lfm2_vl", "llava", "mistral3"),
+    *("qwen3_vl", "qwen3_5"),
+)
 
 
 #: A tower of each family is compared; what is done with its rows differs where those of an image
@@ -26,7 +29,9 @@ FAMILIES = ("gemma3", "gemma4", "lfm2_vl", "llava", "mistral3", "qwen3_vl", "qwe
 EVERY = pytest.mark.parametrize(
     "toy", cases(FAMILIES, ["qwen3_vl"], {*FAMILIES} - {"qwen3_vl"}), indirect=True
 )
-KINDS = pytest.mark.parametrize("toy", cases(FAMILIES, ["qwen3_vl"], ["gemma3"]), indirect=True)
+KINDS = pytest.mark.parametrize(
+    "toy", cases(FAMILIES, ["qwen3_vl"], ["gemma3", "inkling_mm_model"]), indirect=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +151,22 @@ def test_an_image_without_its_data_fails_its_request_alone(toy, served, two):
 def test_a_window_that_is_less_than_an_image_is_refused(tmp_path):
     with pytest.raises(ModelLoadError, match=r"sliding_window=15 .* images of 16 tokens"):
         Toy("gemma3", tmp_path, sliding_window=15).served()
+
+
+#: Changes of an Inkling's config.json, and what the error names.
+INKLING_REFUSED = {
+    "another tower": ({"vision_config": {"vision_encoder_type": "linear"}}, "vision_encoder_type"),
+    "a key of tomorrow": ({"vision_config": {"num_registers": 4}}, "vision_config.num_registers=4"),
+    "another placeholder": ({"image_token_id": 7}, "image_token_id=7"),
+}
+
+
+@pytest.mark.parametrize("name", INKLING_REFUSED)
+def test_what_inklings_tower_or_processor_does_not_read_is_named(name):
+    changes, reason = INKLING_REFUSED[name]
+    config = {"text_config": {"hidden_size": 40}, "vision_config": {}} | changes
+    with pytest.raises(ModelLoadError, match=reason):
+        FAMILIES_SERVED["inkling_mm_model"].tower(config)
 
 
 def test_an_image_whose_rows_see_each_other_is_never_computed_in_parts(tmp_path):

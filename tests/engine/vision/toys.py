@@ -215,6 +215,16 @@ def _lfm2(toy: Toy, rows: int, columns: int) -> Picture:
     return Picture(ids, of_image, {"pixel_values": pixels, "spatial_shapes": shapes})
 
 
+def _inkling(toy: Toy, rows: int, columns: int) -> Picture:
+    """A mark, then a token for each patch."""
+    count, vision = rows * columns, toy.config.vision_config
+    side = vision.patch_size
+    shape = count, vision.temporal_patch_size, side, side, 3
+    pixels = toy.rng.normal(size=shape).astype(np.float32)
+    ids = [toy.config.image_bos_token_id, *[toy.image_token] * count]
+    return Picture(ids, [False, *[True] * count], {"pixel_values": pixels})
+
+
 def _mistral(toy: Toy, rows: int, columns: int) -> Picture:
     """Rows of tokens, each with a break behind it."""
     merged = getattr(toy.config, "spatial_merge_size", 1)  # Pixtral's alone merges nothing
@@ -252,6 +262,7 @@ CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
 _PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
     "gemma3": _gemma,
     "gemma4": _gemma4,
+    "inkling_mm_model": _inkling,
     "lfm2_vl": _lfm2,
     "llava": _mistral,
     "mistral3": _mistral,

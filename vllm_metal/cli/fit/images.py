@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from vllm_metal.engine.vision.families import FAMILIES
 from vllm_metal.engine.weights.files import stored_arrays
+from vllm_metal.patches.vllm_patches import inkling_images
 
 # The engine measures these with vLLM's processor of the family (vision/room.py); here they follow
 # from config.json and the processor's files.
@@ -78,6 +79,9 @@ def _largest(folder: Path, config: Mapping[str, Any], vision: Mapping[str, Any])
         return rows, -(-((vision["image_size"] // vision["patch_size"]) ** 2) // rows)
     if config["model_type"] == "gemma4":
         return vision.get("default_output_length", 280), vision["pooling_kernel_size"] ** 2
+    if config["model_type"] == "inkling_mm_model":
+        edge = _processor_value(folder, "rescale_image_max_upscaled_long_edge", 0)
+        return inkling_images.most_tokens(edge, vision["patch_size"]), 1
     if "downsample_factor" in config:
         return _processor_value(folder, "max_image_tokens", 256), config["downsample_factor"] ** 2
     merge = config.get("spatial_merge_size") or vision.get("spatial_merge_size") or 1
@@ -117,6 +121,8 @@ def _contents(folder: Path) -> dict[str, Mapping[str, Any]]:
 def _patch_bytes(vision: Mapping[str, Any], dtype: mx.Dtype) -> int:
     channels = vision.get("in_channels") or vision.get("num_channels") or 3
     pixels = channels * vision["patch_size"] ** 2 * vision.get("temporal_patch_size", 1)
+    if "intermediate_size" not in vision:  # Inkling's: a layer's input and output, and its copies
+        return 4 * pixels + 8 * pixels * dtype.size
     # Per patch: the most that a layer holds, and the pixels for the convolution. MLX's convolution
     # copies its input, and writes each patch as a row of a matrix.
     elements = 3 * vision["intermediate_size"] + 8 * vision["hidden_size"]

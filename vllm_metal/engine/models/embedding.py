@@ -27,3 +27,9 @@ def embedding_of(model: nn.Module) -> tuple[nn.Module, str] | None:
         if isinstance(decoder.get(name), nn.Module):
             return decoder, name
     return None
+
+
+def embedding_norm_of(model: nn.Module) -> nn.Module | None:
+    """Returns the norm that the model applies to token embeddings, not to images', if any."""
+    norm = (decoder_of(model) or model).get("embed_norm")  # Inkling's
+    return norm if isinstance(norm, nn.Module) else None

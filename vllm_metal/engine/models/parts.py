@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs, bound
-from vllm_metal.engine.models.embedding import decoder_of, embedding_of
+from vllm_metal.engine.models.embedding import decoder_of, embedding_norm_of, embedding_of
 from vllm_metal.engine.models.stage import HiddenReturned
 from vllm_metal.patches.mlx_patches.module_calls import follow_call
 
@@ -54,15 +54,25 @@ class ModelParts:
             follow_call(self._decoder, self._show, lambda: self._call.hidden_states)
         place = embedding_of(model)
         self._embedding: nn.Module | None = None if place is None else place[0][place[1]]
-        if self._embedding is not None:
-            follow_call(self._embedding, lambda out: out, lambda: self._call.embeddings)
+        self._embedding_norm = embedding_norm_of(model)
+        embeds = self._embedding_norm or self._embedding
+        if embeds is not None:
+            follow_call(embeds, lambda out: out, lambda: self._call.embeddings)
 
     def embed(self, input_ids: mx.array) -> mx.array:
         """Returns [T, 1, H] embeddings of [T] int32 tokens, for `forward_hidden`.
 
         Raises NotImplementedError: the embedding is not where mlx-lm's families keep it.
         """
-        return cast(mx.array, self.input_embedding(input_ids[:, None]))
+        return self.normed_embedding(input_ids[:, None])
+
+    def normed_embedding(self, input_ids: mx.array) -> mx.array:
+        """Returns [..., H] embeddings of [...] int32 tokens as the model's first layer reads them,
+        but for their scale; errors as of `embed`.
+        """
+        embeddings = cast(mx.array, self.input_embedding(input_ids))
+        norm = self._embedding_norm
+        return embeddings if norm is None else cast(mx.array, norm(embeddings))
 
     def write_context(
         self, write: Callable[[list[Any], mx.array | None], None], num_layers: int
@@ -186,6 +196,8 @@ class ModelParts:
 
         Raises NotImplementedError: the model transforms its embeddings in another way.
         """
+        if self._embedding_norm is not None:
+            raise NotImplementedError(_NORMED_EMBEDDING)
         (*_, size) = self.input_embedding(mx.zeros(1, mx.int32)).shape
         first = self.model.layers[0]
         family = type(first)
@@ -201,10 +213,7 @@ class ModelParts:
                 return scale
         finally:
             first.__class__, self._call = family, _Call()
-        raise NotImplementedError(
-            "a drafter cannot share this model's embedding: the model does more than scale it. "
-            "Choose another method"
-        )
+        raise NotImplementedError(_NORMED_EMBEDDING)
 
     @property
     def output_head(self) -> Callable[[mx.array], mx.array]:
@@ -287,4 +296,8 @@ class HiddenStates:
         return states[0] if len(states) == 1 else mx.concatenate(states, axis=-1)
 
 
+_NORMED_EMBEDDING = (
+    "a drafter cannot share this model's embedding: the model does more than scale it. "
+    "Choose another method"
+)
 _NO_EMBEDDING = "the model's token embedding is not where mlx-lm's families keep it"

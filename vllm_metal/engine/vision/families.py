@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from vllm_metal.engine.vision.gemma import GemmaTower
 from vllm_metal.engine.vision.gemma4 import Gemma4Tower
+from vllm_metal.engine.vision.inkling import InklingTower
 from vllm_metal.engine.vision.lfm2 import Lfm2Tower
 from vllm_metal.engine.vision.pixtral import MistralTower, PixtralTower
 from vllm_metal.engine.vision.qwen import QwenTower
@@ -32,6 +33,7 @@ class VisionFamily:
 FAMILIES = {
     "gemma3": VisionFamily(GemmaTower, whole=True, scaled=True),
     "gemma4": VisionFamily(Gemma4Tower, whole=True, windowed=True, padded=True, scaled=True),
+    "inkling_mm_model": VisionFamily(InklingTower),
     "lfm2_vl": VisionFamily(Lfm2Tower),
     "llava": VisionFamily(PixtralTower),  # only LLaVA models with Pixtral's tower
     "mistral3": VisionFamily(MistralTower),

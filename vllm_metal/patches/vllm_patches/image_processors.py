@@ -31,6 +31,7 @@ _OFFERED_WITH_TORCHVISION = (
     ("models.pixtral.processing_pixtral", "PixtralProcessor"),
     ("models.gemma4.video_processing_gemma4", "Gemma4VideoProcessor"),
     ("models.gemma4.processing_gemma4", "Gemma4Processor"),
+    ("models.inkling.image_processing_inkling", "InklingImageProcessor"),
     ("models.lfm2_vl.image_processing_lfm2_vl", "Lfm2VlImageProcessor"),
 )
 _NAMES = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")

@@ -19,7 +19,7 @@ from vllm.config import model as config_of_models
 from vllm.model_executor.models import ModelRegistry, registry
 from vllm.model_executor.models.registry import _BaseRegisteredModel, _ModelInfo
 
-from vllm_metal.patches.vllm_patches import image_names
+from vllm_metal.patches.vllm_patches import image_names, inkling_images
 from vllm_metal.patches.vllm_patches.image_processors import readable, refuse_bombs
 from vllm_metal.patches.vllm_patches.replacing import replace
 from vllm_metal.settings.architectures import (
@@ -168,6 +168,8 @@ class ImageModel(TextModel):
         refuse_bombs()
         image_names.separate_owners()
         with readable():
+            if self.architecture == "InklingForConditionalGeneration":
+                return inkling_images.processing_class()
             own: Any = self.own.load_model_cls()
         if self.architecture in IMAGES_ONLY:
             info = own._processor_factory.info
@@ -223,8 +225,8 @@ def register_image_models() -> None:
     """
     for name in WITH_IMAGES:
         if name not in TEXT_PARTS or importlib.util.find_spec("mlx_vlm") is not None:
-            module, cls = registry._MULTIMODAL_MODELS[name]
-            own = registry._LazyRegisteredModel(f"vllm.model_executor.models.{module}", cls)
+            module, cls = registry._VLLM_MODELS[name]
+            own = registry._LazyRegisteredModel(registry._resolve_module_name(module), cls)
             ModelRegistry.models[name] = ImageModel(name, own=own)
     replace(ModelConfig, "_supports_multimodal_inputs", _with_a_class_for_images_only)
 
