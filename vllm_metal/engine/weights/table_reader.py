@@ -19,6 +19,8 @@ from vllm_metal.metrics.step_metrics import measure
 #: bits. With so many, 93 and 97 % of the tokens of this repository's pages are cached, and 97 and
 #: 99 % of its code's (SmolLM2's tokens). Nearly all of the rest come from the system's file cache.
 CACHE_BYTES = 32 << 20
+_BATCHES = 64  # in which a full cache is emptied
+_FREE = np.iinfo(np.int64).max  # of slots that hold no row
 
 
 class TableError(RuntimeError):
@@ -75,7 +77,11 @@ class TableReader:
 
     @cached_property
     def _used(self) -> npt.NDArray[np.int64]:
-        return np.zeros(self._capacity, np.int64)  # by slot, when it was used last
+        return np.full(self._capacity, _FREE)  # by slot, when it was used last
+
+    @cached_property
+    def _free(self) -> list[int]:
+        return list(range(self._capacity))[::-1]  # empty slots
 
     def read(self, ids_np: np.ndarray, outs: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Writes rows of each part to `outs`, reading each id once.
@@ -106,16 +112,26 @@ class TableReader:
         self._used[slots[slots >= 0]] = self._now
         if not len(missing):
             return slots
-        oldest = np.argpartition(self._used, len(missing) - 1)[: len(missing)]
-        for id_ in self._ids[oldest].tolist():
-            self._slots.pop(id_, None)
-        self._ids[oldest] = -1
-        for id_, slot in zip(ids[missing].tolist(), oldest.tolist(), strict=True):
+        if len(missing) > len(self._free):
+            self._evict(len(missing) - len(self._free), most=len(self._slots) - len(ids))
+        for index, id_ in zip(missing.tolist(), ids[missing].tolist(), strict=True):
+            slot = self._free[-1]
             self._read_row(id_, slot)
+            self._free.pop()
             self._slots[id_], self._ids[slot], self._used[slot] = slot, id_, self._now
+            slots[index] = slot
         measure("table_bytes", len(missing) * self._ends[-1])
-        slots[missing] = oldest
         return slots
+
+    def _evict(self, count: int, most: int) -> None:
+        """Frees the slots that were used longest ago: `count`, or a batch of at most `most`."""
+        # Finding them takes as long as the cache is large.
+        count = max(count, min(self._capacity // _BATCHES, most))
+        oldest = np.argpartition(self._used, count - 1)[:count]
+        for id_ in self._ids[oldest].tolist():
+            del self._slots[id_]
+        self._ids[oldest], self._used[oldest] = -1, _FREE
+        self._free += oldest.tolist()[::-1]
 
     def _read_row(self, id_: int, slot: int) -> None:
         row = self._rows[slot]
