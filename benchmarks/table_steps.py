@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of a decode step with per-layer embeddings on disk, over one with them in memory.
+"""Host time of a decode step with embedding tables on disk, over one with them in memory.
 
-The figure is that of step_overhead.py. Two engines of one small Gemma 4, whose rows are as wide as
-those of Gemma 3n E2B, decode in turn. Tokens are drawn at random, so most rows are read from the
+The figure is that of step_overhead.py. Two engines of one small model decode in turn: Gemma 4,
+whose rows are as wide as those of Gemma 3n E2B, or LongCat-Flash-Lite with as many layers and
+tables of n-grams as the published model. Tokens are drawn at random, so most rows are read from the
 file (in the system's file cache): the worst case.
 """
 
@@ -17,7 +18,7 @@ import step_overhead as overhead  # first: it loads a BLAS before anything impor
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma4_text
+from mlx_lm.models import gemma4_text, longcat_flash_ngram
 from vllm import LLM, SamplingParams
 
 from vllm_metal.engine.models.table_rows import TableRows
@@ -25,7 +26,7 @@ from vllm_metal.engine.models.table_rows import TableRows
 LAYERS, PER_LAYER, VOCAB = 30, 256, 16384
 PLACES, REQUESTS = ("memory", "disk"), (1, 8, 32)
 ROWS_READ = "rows read"
-CONFIG = {
+GEMMA = {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
     "dtype": "bfloat16",
@@ -45,14 +46,44 @@ CONFIG = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
+LONGCAT = {
+    "architectures": ["LongcatFlashNgramForCausalLM"],
+    "model_type": "longcat_flash_ngram",
+    "dtype": "bfloat16",
+    "vocab_size": VOCAB,
+    "hidden_size": 3072,
+    "ffn_hidden_size": 128,
+    "expert_ffn_hidden_size": 32,
+    "moe_topk": 2,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+    "num_layers": 14,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 2,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "routed_scaling_factor": 1.0,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "ngram_vocab_size_ratio": 1,
+    "emb_neighbor_num": 4,
+    "emb_split_num": 4,
+}
+FAMILIES = {"gemma4": (gemma4_text, GEMMA), "longcat": (longcat_flash_ngram, LONGCAT)}
 
 
-def write_model(folder: Path) -> None:
-    """A model folder with random weights; the table takes 240 MiB."""
+def write_model(folder: Path, family: str) -> None:
+    """A model folder with random weights; the table takes 240 MiB, or each of twelve 8 MiB."""
     mx.random.seed(0)
-    model = gemma4_text.Model(gemma4_text.ModelArgs.from_dict(CONFIG))
+    module, config = FAMILIES[family]
+    model = module.Model(module.ModelArgs.from_dict(config))
     model.set_dtype(mx.bfloat16)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
 
@@ -82,13 +113,14 @@ def step_ms(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=list(FAMILIES), default="gemma4")
     parser.add_argument("--steps", type=int, default=60, help="decode steps measured")
     parser.add_argument("--repeats", type=int, default=5, help="medians are of this many")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     runs: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name))
+        write_model(Path(name), args.family)
         meter = overhead.Meter()
         meter.wrap(TableRows, "read", ROWS_READ)
         engines = {

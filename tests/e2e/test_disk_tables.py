@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from e2e.harness import counters, engine, greedy, run_out
 from e2e.harness import generate as generated
+from engine.models import further, of_mlx_vlm, recurrent
 from engine.models.published import FAMILIES, VOCAB, make, write
 from vllm import SamplingParams
 
@@ -31,6 +32,20 @@ def folder(tmp_path_factory):
     return write(model, tmp_path_factory.mktemp("tables") / "model")
 
 
+@pytest.fixture(scope="module")
+def ngrams(tmp_path_factory):
+    """Its tables are called with hashes of two and three tokens."""
+    family = further.FAMILIES["longcat_flash_ngram"]
+    return recurrent.write_model(family, tmp_path_factory.mktemp("ngrams") / "model", drawn=True)
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory):
+    """Its table has values of attention."""
+    family = of_mlx_vlm.FAMILIES["limite"]
+    return recurrent.write_model(family, tmp_path_factory.mktemp("values") / "model", drawn=True)
+
+
 def start(folder, place="disk", **options):
     settings = {"skip_tokenizer_init": True, "max_model_len": 80, "dtype": "float32"}
     settings |= {"max_num_batched_tokens": 32, "num_gpu_blocks_override": 40}
@@ -38,8 +53,8 @@ def start(folder, place="disk", **options):
     return engine(folder, **settings | options)
 
 
-def prompts(*lengths):
-    return [[(7 * i * i + 3 * n + i // 5) % VOCAB for i in range(n)] for n in lengths]
+def prompts(*lengths, vocabulary=VOCAB):
+    return [[(7 * i * i + 3 * n + i // 5) % vocabulary for i in range(n)] for n in lengths]
 
 
 def params(seeds, count=16):
@@ -72,19 +87,24 @@ def late(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "drafts"),
+    ("model", "kernels", "drafts"),
     [
-        ("mlx", None),
-        pytest.param("mlx", "ngram", marks=pytest.mark.more),
-        pytest.param("mlx", "draft_model", marks=pytest.mark.more),
-        pytest.param("interpret", None, marks=pytest.mark.more),
-        pytest.param("interpret", "draft_model", marks=pytest.mark.slow),
+        ("folder", "mlx", None),
+        pytest.param("folder", "mlx", "ngram", marks=pytest.mark.more),
+        pytest.param("folder", "mlx", "draft_model", marks=pytest.mark.more),
+        pytest.param("folder", "interpret", None, marks=pytest.mark.more),
+        pytest.param("folder", "interpret", "draft_model", marks=pytest.mark.slow),
+        pytest.param("ngrams", "mlx", None, marks=pytest.mark.more),
+        pytest.param("ngrams", "mlx", "ngram", marks=pytest.mark.more),
+        pytest.param("values", "mlx", None, marks=pytest.mark.more),
     ],
 )
-def test_tokens_are_those_of_a_loaded_table(folder, late, monkeypatch, kernels, drafts):
+def test_tokens_are_those_of_a_loaded_table(model, late, monkeypatch, kernels, drafts, request):
     """Chunks, greedy and seeded requests in one batch, and a hit."""
+    folder = request.getfixturevalue(model)
     monkeypatch.setenv("VLLM_METAL_KERNELS", kernels)
-    asked, found, hits = prompts(5, 33, 50), {}, {}
+    vocabulary = VOCAB if model == "folder" else recurrent.VOCAB
+    asked, found, hits = prompts(5, 33, 50, vocabulary=vocabulary), {}, {}
     speculation = None
     if drafts is not None:
         speculation = {"method": drafts, "num_speculative_tokens": 3} | (

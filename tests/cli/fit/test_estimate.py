@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 import torch
 from cli.fit.models import MODELS, read, settings, token_bytes
-from engine.models import of_mlx_vlm
+from engine.models import further, of_mlx_vlm
 from engine.models.recurrent import write_model
 
 from vllm_metal.cli.fit import engine
@@ -75,6 +75,18 @@ def test_a_table_on_disk_is_no_weight(folder, name, row):
     estimates = [estimate(each, settings(path, torch.bfloat16), MAC) for each in (whole, found)]
     assert [each.measured.weights for each in estimates] == [whole.weights, found.weights]
     assert estimates[1].tables == 600 * row
+
+
+def test_tables_of_ngrams_are_no_weights(tmp_path):
+    folder = Path(write_model(further.FAMILIES["longcat_flash_ngram"], tmp_path / "model"))
+    whole, found = (
+        read(folder, torch.float32, tables=rule) for rule in (None, TableRule("disk", 0))
+    )
+    nbytes = 4 * 16 * (129 + 131 + 133 + 135)  # float32, 16 values a row
+    assert (whole.tables, found.tables) == (0, nbytes)
+    assert whole.weights - found.weights == nbytes
+    planned = estimate(found, settings(folder, torch.float32), MAC)
+    assert (planned.measured.weights, planned.tables) == (found.weights, nbytes)
 
 
 @pytest.mark.parametrize(

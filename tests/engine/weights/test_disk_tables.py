@@ -2,12 +2,17 @@
 """Tables that stay on disk: which ones do, and that their rows are those of the loaded table."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 import torch
+from engine.models import further, of_mlx_vlm
 from engine.models.published import FAMILIES, make
+from engine.models.recurrent import write_model
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 from mlx_lm.utils import load_config, quantize_model, save_config, save_model
@@ -139,6 +144,51 @@ def test_a_table_that_is_changed_as_it_is_loaded_stays_in_memory(tmp_path, monke
     monkeypatch.setattr(gemma4_text.Model, "sanitize", scaled)
     loaded, served = lazy_model(folder, mx.float32), lazy_model(folder, mx.float32, tables=DISK)
     assert not tables_of(served) and served_names(served) == served_names(loaded)
+
+
+_LONGCAT = further.FAMILIES["longcat_flash_ngram"]
+#: Of two tables that are more than a layer together, and less each.
+_NGRAMS = _LONGCAT.config | {"emb_split_num": 1, "ngram_vocab_size_ratio": 32}
+#: Small models of other families; their tables' paths, number and quantization.
+OTHERS = {
+    "limite": (
+        *(of_mlx_vlm.FAMILIES["limite"], ".value_embeds.", 1),
+        {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+    ),
+    "longcat_flash_ngram": (
+        *(replace(_LONGCAT, config=_NGRAMS), ".embedders.", 2),
+        {"group_size": 32, "bits": 8, "mode": "affine"},
+    ),
+}
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", OTHERS)
+def test_logits_with_tables_of_other_families(tmp_path, name, quantized):
+    """Their tables together are more than a layer, or all of them are loaded."""
+    family, mark, count, form = OTHERS[name]
+    folder = Path(write_model(family, tmp_path / "model", drawn=True))
+    if quantized:
+        model = lazy_model(folder, mx.float32)
+
+        nn.quantize(model, **form, class_predicate=lambda path, _: mark in f"{path}.")
+        arrays = dict(tree_flatten(model.parameters()))
+        assert sum(name.endswith(".scales") for name in arrays) == count
+        mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
+        config = load_config(folder) | {"quantization": form}
+        save_config(config, folder / "config.json")
+    loaded, served = (lazy_model(folder, mx.float32, tables=rule) for rule in (None, DISK))
+    tables = tables_of(served)
+    ids = mx.array(np.random.default_rng(0).integers(3, 60, (2, 40)))
+    assert len(tables) == count
+    assert mx.array_equal(served(ids), loaded(ids))
+    own = {path for path in served_names(loaded) if mark in path}
+    assert served_names(served) == served_names(loaded) - own
+    nbytes = sum(table.nbytes for table in tables)
+    weights = sum(array.nbytes for _, array in tree_flatten(loaded.parameters()))
+    layer = (weights - nbytes) / len(loaded.layers)
+    kept = lazy_model(folder, mx.float32, tables=TableRule("auto", weights))
+    assert len(tables_of(kept)) == (count if nbytes > layer else 0)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from engine.models import further, recurrent
 from mlx.utils import tree_flatten
-from mlx_lm.models import gemma4_text
+from mlx_lm.models import gemma4_text, longcat_flash_ngram
 from safetensors.torch import save_file
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -178,6 +179,7 @@ def test_peak_of_loading(tmp_path, form, monkeypatch):
 
 
 TABLE = {"vocab": 262_144, "layers": 4, "per_layer": 1024}  # 2 GiB in bfloat16
+PAIRS = 512  # tokens whose pairs have a row each, of 1,024 values: 512 MiB
 SERVE = """
 import sys
 from vllm import LLM, SamplingParams
@@ -186,17 +188,22 @@ def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
 
-folder, vocab, place = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+folder, vocab, order = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 llm = LLM(
     folder, skip_tokenizer_init=True, dtype="float32", max_model_len=512, seed=0,
     max_num_batched_tokens=256, max_num_seqs=1, kv_cache_memory_bytes=64 << 20,
     disable_log_stats=False, enable_prefix_caching=False,
-    additional_config={"embedding_tables": place},
+    additional_config={"embedding_tables": "disk"},
 )
+# Each token, or each pair of tokens, once: a de Bruijn sequence.
+tokens = range(vocab)
+if order == 2:
+    pairs = ((i, j) for i in range(vocab) for j in range(i, vocab))
+    tokens = [token for i, j in pairs for token in ([i] if i == j else [i, j])]
 length, most = 510, 0
 params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-for start in range(0, vocab, length):
-    ids = list(range(start, min(start + length, vocab)))
+for start in range(0, len(tokens), length - order + 1):
+    ids = list(tokens[start : start + length])
     llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
     most = max(most, anonymous())
 read = sum(m.value for m in llm.get_metrics() if m.name == "vllm:metal_table_read_bytes")
@@ -204,8 +211,8 @@ print("measured", most, int(read))
 """
 
 
-def write_with_holes(folder, per_layer):
-    """Gemma 4 with embeddings of `per_layer` values per layer, in a file that is all zeros."""
+def gemma(has_table):
+    """Gemma 4 with or without embeddings of each layer."""
     vocab, layers = TABLE["vocab"], TABLE["layers"]
     config = {
         "architectures": ["Gemma4ForCausalLM"],
@@ -221,15 +228,35 @@ def write_with_holes(folder, per_layer):
         "head_dim": 16,
         "global_head_dim": 16,
         "num_kv_shared_layers": 0,
-        "hidden_size_per_layer_input": per_layer,
+        "hidden_size_per_layer_input": TABLE["per_layer"] if has_table else 0,
         "sliding_window": 512,
         "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
         "max_position_embeddings": 512,
         "tie_word_embeddings": True,
     }
+    return gemma4_text, config
+
+
+def longcat(has_table):
+    """LongCat with an embedding of each pair of tokens, or of a few hashes of these."""
+    return longcat_flash_ngram, recurrent.config_of(further.FAMILIES["longcat_flash_ngram"]) | {
+        "dtype": "bfloat16",
+        "vocab_size": PAIRS,
+        "hidden_size": 1024,
+        "num_layers": 1,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 512,
+        "ngram_vocab_size_ratio": PAIRS if has_table else 1,
+        "emb_neighbor_num": 2,
+        "emb_split_num": 1,
+    }
+
+
+def write_with_holes(folder, module, config):
+    """A model in a file that is all zeros."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
-    model = gemma4_text.Model(gemma4_text.ModelArgs.from_dict(config))
+    model = module.Model(module.ModelArgs.from_dict(config))
     entries, end = {}, 0
     for name, array in tree_flatten(model.parameters()):
         nbytes = 2 * array.size
@@ -242,17 +269,24 @@ def write_with_holes(folder, per_layer):
     return folder
 
 
-def test_a_table_on_disk_takes_no_memory_though_every_row_is_read(tmp_path):
+@pytest.mark.parametrize(
+    ("family", "vocab", "order", "nbytes"),
+    [(gemma, TABLE["vocab"], 1, 2 << 30), (longcat, PAIRS, 2, 512 << 20)],
+)
+def test_a_table_on_disk_takes_no_memory_though_every_row_is_read(
+    tmp_path, family, vocab, order, nbytes
+):
     taken = {}
-    for per_layer in (0, TABLE["per_layer"]):
-        folder = write_with_holes(tmp_path / str(per_layer), per_layer)
-        command = [sys.executable, "-c", SERVE, str(folder), str(TABLE["vocab"]), "disk"]
+    for has_table in (False, True):
+        folder = write_with_holes(tmp_path / str(has_table), *family(has_table))
+        some = vocab if has_table else vocab // 8  # without a table, memory is soon as large
+        command = [sys.executable, "-c", SERVE, str(folder), str(some), str(order)]
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         run = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert run.returncode == 0, run.stderr
         line = next(line for line in run.stdout.splitlines() if line.startswith("measured"))
-        taken[per_layer], read = (int(each) for each in line.split()[1:])
-        rows = TABLE["vocab"] * 2 * TABLE["layers"] * per_layer
-        assert read == pytest.approx(rows, rel=0.01) and rows in (0, 2 << 30)
-    print({per_layer: f"{nbytes >> 20} MiB" for per_layer, nbytes in taken.items()})
-    assert taken[TABLE["per_layer"]] <= taken[0] + ALLOWED
+        taken[has_table], read = (int(each) for each in line.split()[1:])
+        if has_table:
+            assert read == pytest.approx(nbytes, rel=0.01)
+    print({has_table: f"{resident >> 20} MiB" for has_table, resident in taken.items()})
+    assert taken[True] <= taken[False] + ALLOWED

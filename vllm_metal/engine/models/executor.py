@@ -36,6 +36,7 @@ class ModelExecutor(PagedLayers):
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
         self.table_rows = TableRows(parts.model)
+        graphs = Graphs(allowed=False) if self.table_rows.follow_forward else graphs
         placed = parts.model, self.own_states, graphs or Graphs()
         self._forward = CompiledForward(self._build, *placed, variables)
 
@@ -49,9 +50,11 @@ class ModelExecutor(PagedLayers):
         self.begin_step()
         inputs = self.table_rows.reserve(inputs or rows.inputs)
         plans = self.plans(rows, block_tables, runs=inputs.runs)
-        if not kernel.in_graphs() or any(getattr(plan, "pace", None) for plan in plans):
+        early = not kernel.in_graphs() or any(getattr(plan, "pace", None) for plan in plans)
+        if early:
             self.table_rows.read()  # the device begins while the forward is built
-        hidden_states, *shown = self._forward(inputs, plans, len(rows.positions_np))
+        with self.table_rows.built(early):
+            hidden_states, *shown = self._forward(inputs, plans, len(rows.positions_np))
         for observer in self.parts.observers:
             observer.newest, shown = shown[: observer.num_layers], shown[observer.num_layers :]
         return hidden_states

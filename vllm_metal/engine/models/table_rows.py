@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -10,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs
-from vllm_metal.engine.weights.disk_tables import tables_of
+from vllm_metal.engine.weights.disk_tables import LateRows, reading_late, tables_of
 
 
 @dataclass(frozen=True)
@@ -26,21 +28,26 @@ class TableRows:
 
     A forward is built on arrays without content, while the device computes the step before. The
     host writes the rows into their memory once it knows the tokens, and before it submits the step.
+    If the forward computes a table's ids, as of n-grams, the device first computes these alone.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         """`model`: None has no tables on disk."""
-        self._tables = [] if model is None else tables_of(model)
+        tables = [] if model is None else tables_of(model)
+        self._tables = [table for table in tables if table.by_token]
+        #: Whether a forward computes ids of some tables, so that it cannot be compiled.
+        self.follow_forward = len(self._tables) < len(tables)
         self._reserved: _Reserved | None = None
+        self._late: list[LateRows] = []
 
     @property
     def are_due(self) -> bool:
         """Whether the forward built last waits for its rows."""
-        return self._reserved is not None
+        return self._reserved is not None or bool(self._late)
 
     def reserve(self, inputs: ForwardInputs) -> ForwardInputs:
         """Adds arrays for the rows to a forward's inputs; call `read` before they are computed."""
-        self._reserved = None
+        self._reserved, self._late = None, []
         if not self._tables:
             return inputs
         extras: dict[str, mx.array] = {}
@@ -49,11 +56,24 @@ class TableRows:
         self._reserved = _Reserved(inputs.input_ids, extras)
         return inputs.with_extras(extras)
 
+    @contextmanager
+    def built(self, early: bool) -> Iterator[None]:
+        """Context in which a forward is built; `early`: parts of it are computed meanwhile."""
+        if early or not self.follow_forward:
+            yield
+            return
+        with reading_late(self._late):
+            yield
+
     def read(self) -> None:
         """Reads the rows that are due; waits for the tokens if the device is yet to compute them.
 
         Raises TableError: a file cannot be read.
         """
+        late, self._late = self._late, []
+        mx.eval([rows.ids for rows in late])  # together: the device is waited for once
+        for rows in late:
+            rows.read()
         reserved, self._reserved = self._reserved, None
         if reserved is not None:
             ids_np = np.array(reserved.input_ids)

@@ -3,13 +3,16 @@
 
 Gemma 3n and Gemma 4 give each layer a vector from a table by token id, with 2.0 billion parameters
 in Gemma 3n E2B. mlx-lm loads it, since MLX reads a tensor as a whole where any of it is used, but a
-step needs one row per token.
+step needs one row per token. LongCat-Flash-Lite adds vectors of twelve tables by the hashes of the
+last two to four tokens, 31 billion parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from typing import Any, cast
 
@@ -23,11 +26,13 @@ from vllm_metal.engine.attention.forward_inputs import optional_of_rows
 from vllm_metal.engine.weights.files import Header
 from vllm_metal.engine.weights.lazy import has_outlines_only
 from vllm_metal.engine.weights.placing import Placed, copy_modules
-from vllm_metal.engine.weights.table_reader import StoredRows, TableReader
+from vllm_metal.engine.weights.table_reader import CACHE_BYTES, StoredRows, TableReader
 
-#: Modules of mlx-lm's families that are called with a forward's token ids, besides the embedding of
-#: tokens, which is often the head as well.
-TABLES = ("embed_tokens_per_layer",)
+#: Modules of mlx-lm's and mlx-vlm's families that are called with a forward's token ids, besides
+#: the embedding of tokens, which is often the head as well.
+TABLES = ("embed_tokens_per_layer", "value_embeds")
+#: Lists of modules that are called with other ids, which the forward computes from token ids.
+LISTS_OF_TABLES = ("ngram_embeddings.embedders",)
 #: With "auto", tables stay on disk if the weights would take more than this share of the memory:
 #: the same as from which macOS is asked to keep weights resident (memory.wiring).
 LARGE_WEIGHTS = 1 / 2
@@ -71,6 +76,36 @@ class TableRule:
             )
 
 
+@dataclass(frozen=True)
+class LateRows:
+    """Rows that a forward uses before they are read, since the device computes their ids."""
+
+    table: DiskEmbedding
+    ids: mx.array
+    extras: Mapping[str, mx.array]  # from `DiskEmbedding.reserve`
+
+    def read(self) -> None:
+        """Waits for the ids and reads the rows; raises TableError."""
+        self.table.fill(np.array(self.ids).reshape(-1), self.extras)
+
+
+_late: list[LateRows] | None = None  # None: rows are read when a table is called
+
+
+@contextmanager
+def reading_late(rows: list[LateRows]) -> Iterator[None]:
+    """Makes tables add to `rows` what they are called with, instead of reading it at once.
+
+    The caller reads them before the arrays that were built in the context are computed.
+    """
+    global _late
+    before, _late = _late, rows
+    try:
+        yield
+    finally:
+        _late = before
+
+
 class DiskEmbedding(nn.Module):
     """Replaces an embedding, quantized by MLX's tools or not, whose rows are read from files."""
 
@@ -80,15 +115,19 @@ class DiskEmbedding(nn.Module):
         stored: Mapping[str, Header],  # by part: weight, and scales and biases if quantized
         dtype: mx.Dtype,  # of the result
         packing: Mapping[str, Any] | None,  # group_size, bits and mode; None: not quantized
+        num_tables: int = 1,  # that share the memory for rows used last
     ) -> None:
         super().__init__()
+        #: Whether it is called with a forward's token ids, and not with ids made of them.
+        self.by_token = _list_of(path) is None
         self._names = {part: f"{path}.{part}" for part in stored}
         self._types = {part: _DTYPES[header.dtype] for part, header in stored.items()}
         self._widths = {part: header.shape[1] for part, header in stored.items()}
         self._dtype, self._packing = dtype, packing
         rows = [_stored_rows(header) for header in stored.values()]
         self._num_rows = rows[0].num_rows
-        self._reader = None if has_outlines_only() else TableReader(rows)  # None: rows of zeros
+        share = (CACHE_BYTES // num_tables,) if num_tables > 1 else ()
+        self._reader = None if has_outlines_only() else TableReader(rows, *share)  # None: zeros
 
     @property
     def nbytes(self) -> int:
@@ -124,13 +163,17 @@ class DiskEmbedding(nn.Module):
     def __call__(self, ids: mx.array) -> mx.array:
         """Returns the rows of [...] token ids, [..., dims].
 
-        Uses the rows that were read for the step. If there are none, waits for `ids` and reads.
+        Uses the rows that were read for the step. If there are none, waits for `ids` and reads,
+        but see `reading_late`.
         """
         extras = {name: optional_of_rows(name) for name in self._names.values()}
         if any(rows is None for rows in extras.values()):
             reserved = self.reserve(ids.size)
-            if self._reader is not None:
-                self.fill(np.array(ids).reshape(-1), reserved)
+            late = LateRows(self, ids, reserved)
+            if _late is not None:
+                _late.append(late)
+            elif self._reader is not None:
+                late.read()
             extras = {name: rows.reshape(*ids.shape, -1) for name, rows in reserved.items()}
         weight, scales, biases = (self._part(part, extras) for part in _PARTS)
         if self._packing is None or scales is None:
@@ -173,7 +216,7 @@ def find(
     modules = {
         path: module
         for path, module in model.named_modules()
-        if path.rpartition(".")[2] in TABLES and isinstance(module, nn.Embedding)
+        if _is_table(path) and isinstance(module, nn.Embedding)
     }
     for module in modules.values():
         module.weight = mx.zeros((_MARKER_ROWS, module.weight.shape[-1]))
@@ -181,15 +224,32 @@ def find(
     others = without(probe, modules).arrays.values()
     weights = sum(_bytes(array.size, array.dtype, dtype) for array in others)
     weights += sum(_loaded_bytes(headers[name], dtype) for name in markers)
+    stored = {path: _stored_as(path, probe, markers) for path in modules}
+    headers_of = {
+        path: {part: headers[name] for part, name in names.items()}
+        for path, names in stored.items()
+        if names is not None
+    }
     found = {}
-    for path in modules:
-        if (stored := _stored_as(path, probe, markers)) is None:
-            continue
-        by_part = {part: headers[name] for part, name in stored.items()}
-        nbytes = sum(_loaded_bytes(header, dtype) for header in by_part.values())
+    for _, grouped in groupby(headers_of, lambda path: _list_of(path) or path):
+        paths = list(grouped)
+        parts = [header for path in paths for header in headers_of[path].values()]
+        nbytes = sum(_loaded_bytes(header, dtype) for header in parts)
         if rule.keeps_on_disk(nbytes, weights, len(model.layers)):
-            found[path] = DiskEmbedding(path, by_part, dtype, probe.packings.get(path))
+            for path in paths:
+                options = headers_of[path], dtype, probe.packings.get(path), len(paths)
+                found[path] = DiskEmbedding(path, *options)
     return found
+
+
+def _list_of(path: str) -> str | None:
+    """Path of the list of tables that has a module; None if it is in no such list."""
+    parent, _, index = path.rpartition(".")
+    return parent if index.isdigit() and parent.endswith(LISTS_OF_TABLES) else None
+
+
+def _is_table(path: str) -> bool:
+    return path.rpartition(".")[2] in TABLES or _list_of(path) is not None
 
 
 def _markers(headers: Mapping[str, Header]) -> dict[str, mx.array]:
@@ -197,10 +257,10 @@ def _markers(headers: Mapping[str, Header]) -> dict[str, mx.array]:
     stems: dict[str, list[str]] = {}
     for name in headers:
         stem, _, part = name.rpartition(".")
-        if stem.rpartition(".")[2] in TABLES:
+        if _is_table(stem):
             stems.setdefault(stem, []).append(part)
     found = {}
-    for stem, parts in stems.items():
+    for number, (stem, parts) in enumerate(stems.items()):
         names = {part: f"{stem}.{part}" for part in parts}
         # Other parts are of formats that are not MLX's.
         if not set(parts) <= set(_PARTS) or any(
@@ -209,7 +269,8 @@ def _markers(headers: Mapping[str, Header]) -> dict[str, mx.array]:
             continue
         for part, name in names.items():
             shape = _MARKER_ROWS, headers[name].shape[-1]
-            values = mx.arange(shape[0] * shape[1]) % 251 + _PARTS.index(part)
+            # Another content for each part of each table.
+            values = mx.arange(shape[0] * shape[1]) % 251 + _PARTS.index(part) + 3 * number
             found[name] = values.reshape(shape).astype(_DTYPES[headers[name].dtype][1])
     return found
 
