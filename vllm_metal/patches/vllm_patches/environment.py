@@ -20,6 +20,8 @@ DEFAULTS = {
     # Pixels of an image in a request: 8192 x 8192 takes 0.2 GB, more than once, of the memory that
     # a Mac's server and GPU share. vLLM's own limit is Pillow's, three times as much.
     "VLLM_MAX_IMAGE_PIXELS": str(8192 * 8192),
+    # vLLM rejects LoRA adapters for Inkling beside CUDA's all-reduce of this name.
+    "INKLING_MULTIMEM_AR": "0",
 }
 
 
