@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import numpy as np
@@ -30,6 +31,12 @@ class PositionLag:
 
     counts: mx.array  # [R] int32
     most_np: np.ndarray  # [R] int32, upper bounds of `counts`
+
+    @cached_property
+    def shift(self) -> mx.array:
+        """[max(R, 2), 4] int32, what the kernels subtract from the requests' contexts."""
+        rows = self.counts if len(self.counts) > 1 else mx.pad(self.counts, (0, 1))
+        return rows[:, None] * mx.array([0, 0, 1, 1], mx.int32)
 
     def of(self, indices_np: np.ndarray) -> PositionLag:
         """Returns the lag of requests at [n] indices, which may repeat."""

@@ -317,6 +317,8 @@ def _split_requests(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Splits requests with more than MAX_SCORES scores."""
     starts, ends = query_start_loc[:-1], query_start_loc[1:]
+    if int(query_start_loc[-1]) <= MIN_ROWS:
+        return query_start_loc, seq_lens, block_tables
     context = seq_lens if window is None else np.minimum(seq_lens, window + ends - starts)
     rows = np.maximum(MAX_SCORES // context, MIN_ROWS)
     counts = -(-(ends - starts) // rows)
@@ -336,6 +338,8 @@ def _merge_shapes(shapes: np.ndarray, context: np.ndarray) -> np.ndarray:
     """
     # Steps with few short requests then have the same calls, whatever the requests are. Shapes are
     # 64 times the query's plus the context's.
+    if len(shapes) and (shapes == shapes[0]).all():
+        return shapes
     joined = shapes.copy()
     wider, most = -1, 0
     for shape in np.unique(shapes)[::-1]:
@@ -351,11 +355,13 @@ def _similar(
     shapes: np.ndarray, query_lens: np.ndarray, context: np.ndarray
 ) -> Iterator[np.ndarray]:
     """Yields indices of requests of similar shape, in groups that one padded call may hold."""
-    for shape in np.unique(shapes):
-        members = np.flatnonzero(shapes == shape)
+    alike = len(shapes) > 0 and bool((shapes == shapes[0]).all())  # as in most steps
+    for shape in shapes[:1] if alike else np.unique(shapes):
+        members = np.arange(len(shapes)) if alike else np.flatnonzero(shapes == shape)
         q, s = int(query_lens[members].max()), int(context[members].max())
         most = max(1, min(MAX_SCORES // (q * s), MAX_GATHERED // s))
-        yield from np.split(members, range(most, len(members), most))
+        for first in range(0, len(members), most):
+            yield members[first : first + most]
 
 
 def _log2_ceil(lengths: np.ndarray) -> np.ndarray:

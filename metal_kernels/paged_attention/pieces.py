@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.layout import PositionLag
 from metal_kernels.paged_attention.shape import AttentionShape
 from metal_kernels.paged_attention.tiles import NO_WINDOW, STRIP
@@ -60,7 +59,7 @@ class Batch:
             query_lens,
             seq_lens - query_lens,
             np.zeros_like(seq_lens) if lag is None else lag.most_np,
-            None if lag is None else _shift(lag.counts),
+            None if lag is None else lag.shift,
             shape,
             window or NO_WINDOW,
             bidirectional,
@@ -92,12 +91,6 @@ class Batch:
         work = -(-num_rows * group // step) * of_tile[owner]
         for piece in _slices_by_work(work, most_work):
             yield Pieces(members[owner[piece]], first[piece], num_rows[piece])
-
-
-def _shift(counts: mx.array) -> mx.array:
-    """Returns what to subtract from R structs Request, [max(R, 2), 4], for [R] shorter contexts."""
-    rows = mx.pad(counts, (0, max(0, MIN_ELEMENTS // 4 - len(counts))))
-    return rows[:, None] * mx.array([0, 0, 1, 1], mx.int32)
 
 
 def output_order(batch: Batch, pieces: Sequence[Pieces]) -> mx.array | None:

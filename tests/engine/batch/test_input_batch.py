@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One step's inputs from the persistent tables."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 from engine.batch.test_requests import new_request
@@ -77,3 +79,50 @@ def test_rows_lie_as_far_before_as_the_device_says():
     layout = step_layout(batch, requests.block_tables.tables_np[0], 4, None)
     # Blocks of four: "long" has 5, 3, 8, 1; "short" 2 and 6.
     assert np.array(layout.slot_mapping).tolist() == [4, 5, 24, 25, 26]
+
+
+def test_drafts_of_one_number_are_laid_out_as_any_others():
+    """One request's newest token is known, the other's is on the device."""
+    found = []
+    for counts in ((2, 2), (2, 1)):
+        requests, short = make()
+        long = requests["long"]
+        requests.num_computed_tokens_np[long.req_idx] = 49
+        requests.num_computed_tokens_np[short.req_idx] = 3
+        requests.num_tokens_np[short.req_idx] = 4
+        counts = np.array(counts, np.int32)
+        drafts = StepDrafts(mx.array([[80, 81, 82], [90, 91, 92]]), counts, counts)
+        newest = mx.array([70, 71, 72, 73], mx.int32)
+        scheduled = {"long": 1 + int(counts[0]), "short": 1 + int(counts[1])}
+        batch = prepare(requests, scheduled, newest, drafts)
+        verified = np.array(batch.draft_spans.draft_ids).tolist()
+        found.append((np.array(batch.input_ids).tolist(), verified))
+    sampled = 70 + short.req_idx
+    assert found[0] == ([149, 80, 81, sampled, 90, 91], [80, 81, -1, 90, 91, -1])
+    assert found[1] == ([149, 80, 81, sampled, 90], [80, 81, -1, 90, -1])
+
+
+def test_slots_are_computed_anew_for_other_tokens_blocks_or_lags():
+    requests, _ = make()
+    tables_np, newest = requests.block_tables.tables_np[0], requests.block_tables.newest_slots
+    requests.num_computed_tokens_np[requests["long"].req_idx] = 16
+    batch = prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32))
+
+    def slots(rows):
+        found = step_layout(rows, tables_np, 16, None, newest=newest)
+        wanted = step_layout(rows, tables_np, 16, None)
+        assert found.slot_mapping_np.tolist() == wanted.slot_mapping_np.tolist()
+        if wanted.slot_mapping is not None:
+            assert found.slot_mapping.tolist() == wanted.slot_mapping.tolist()
+        return found.slot_mapping_np
+
+    first = slots(batch)
+    assert slots(batch) is first
+    for count in (0, 1):
+        lag = PositionLag(mx.array([count, 0], mx.int32), np.array([count, 0], np.int32))
+        assert slots(replace(batch, lag=lag, positions=batch.positions - count)) is not first
+    again = slots(batch)
+    tables_np[requests["long"].req_idx, 1] += 1
+    assert slots(batch) is not again
+    requests.num_computed_tokens_np[requests["long"].req_idx] = 17
+    slots(prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32)))

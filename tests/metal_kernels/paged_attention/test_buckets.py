@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from metal_kernels.paged_attention import AttentionShape, buckets, reference
+from metal_kernels.paged_attention import AttentionShape, buckets, padded_rows, reference
 from tests.metal_kernels.paged_attention.batches import bias_of, make_batch
 from tests.metal_kernels.paged_attention.batches import expected as formula
 
@@ -164,3 +164,26 @@ def test_short_requests_join_the_call_of_longer_ones_where_padding_costs_less():
     np.testing.assert_allclose(np.array(attend(many, plan_of(many))), formula(many, 0.2), atol=1e-4)
     # Rows that prefill keep to calls of their own kind.
     assert len(plan_of(make_batch(rng, [(3, 1), (0, 64)], SHAPE, mx.float32)).buckets) == 2
+
+
+@pytest.mark.parametrize("requests", [[(20, 5)], [(40, 3), (7, 5), (70, 1)]], ids=str)
+def test_large_and_small_steps_find_the_same_writes(requests):
+    batch = make_batch(np.random.default_rng(2), requests, SHAPE, mx.float32)
+    slots = []
+    for index, length in enumerate(batch.seq_lens.tolist()):
+        count = int(batch.starts[index + 1] - batch.starts[index])
+        at = np.arange(length - count, length)
+        slots.append(batch.tables[index, at // BLOCK] * BLOCK + at % BLOCK)
+    slots = np.concatenate(slots).astype(np.int32)
+    slots[0] = -1  # never read
+    found = []
+    for few in (1 << 15, 0):
+        with mock.patch.object(padded_rows, "FEW_PAIRS", few):
+            plan = plan_of(batch, slots)
+        for bucket in plan.buckets:
+            sources = range(len(slots)) if bucket.sources is None else bucket.sources.tolist()
+            found.append(sorted(set(zip(bucket.fresh.tolist(), sources, strict=True))))
+    half = len(found) // 2
+    assert found[:half] == found[half:]
+    written = [row for writes in found[:half] for _, row in writes]
+    assert sorted(written) == list(range(1, len(slots)))

@@ -25,6 +25,16 @@ class StepDrafts:
     reserved_np: np.ndarray  # int32 [R], rows the scheduler set aside for drafts
     copied_np: np.ndarray | None = None  # bool [R], drafts that are copied, not guessed; None: none
 
+    def blocks(self, scheduled_np: np.ndarray) -> mx.array | None:
+        """[R, k] int32, the drafts of a step of one token and k > 0 drafts per request, else None.
+
+        `scheduled_np` is [R] int32, each request's tokens in the step, drafts included.
+        """
+        count = int(self.counts_np[0])
+        if not count or (self.counts_np != count).any() or (scheduled_np != count + 1).any():
+            return None
+        return self.token_ids[:, :count]
+
     def unused(self, req_ids: Iterable[str]) -> dict[str, int]:
         """Maps request ids to reserved rows without a draft; omits requests that use all rows."""
         counts = (self.reserved_np - self.counts_np).tolist()
@@ -77,18 +87,21 @@ def prepare(
         scheduled += num_drafts - drafts.reserved_np
     computed = requests.num_computed_tokens_np[req_indices]
     query_start_loc, owner, positions = _layout(computed, scheduled)
-    row_req_indices = req_indices[owner]
     num_tokens_before = requests.num_tokens_np[req_indices]
-    beyond = partial(_newest_of, last_token_ids, row_req_indices)
-    if num_drafts.any():
-        assert drafts is not None
-        newest, indices = beyond, positions - num_tokens_before[owner]
-        beyond = partial(_newest_or_draft, newest, drafts, owner, indices)
-    input_ids = _input_ids(requests, row_req_indices, positions, beyond)
-
     seq_lens = computed + scheduled
     sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
-    sampled = _SampledRows.of(sampling, query_start_loc[sampling + 1], num_drafts, drafts)
+    blocks = None
+    if drafts is not None and len(sampling) == len(scheduled_requests):
+        blocks = drafts.blocks(scheduled)
+    if blocks is not None:
+        newest = _newest_ids(requests, req_indices, num_tokens_before - 1, last_token_ids)
+        input_ids = mx.concatenate([newest[:, None], blocks], axis=1).flatten()
+    else:
+        given = req_indices[owner], positions, last_token_ids
+        indices = positions - num_tokens_before[owner]
+        input_ids = _ragged_ids(requests, *given, drafts, owner, indices)
+    ends = query_start_loc[sampling + 1]
+    sampled = _SampledRows.of(sampling, ends, num_drafts, drafts, blocks)
     owners = sampled.owners
     num_outputs = num_tokens_before - requests.num_prompt_tokens_np[req_indices]
     everything = len(sampled.rows) == len(positions)
@@ -139,7 +152,11 @@ class _SampledRows:
 
     @staticmethod
     def of(
-        sampling: np.ndarray, ends: np.ndarray, num_drafts: np.ndarray, drafts: StepDrafts | None
+        sampling: np.ndarray,
+        ends: np.ndarray,
+        num_drafts: np.ndarray,
+        drafts: StepDrafts | None,
+        blocks: mx.array | None = None,
     ) -> _SampledRows:
         """
         Args:
@@ -147,6 +164,7 @@ class _SampledRows:
             ends: [N] one past each sampling request's last batch index.
             num_drafts: [R] number of drafts of each of the step's requests.
             drafts: the step's drafts.
+            blocks: `StepDrafts.blocks`.
         """
         lens = 1 + num_drafts[sampling]
         span = np.repeat(np.arange(len(sampling)), lens)
@@ -154,10 +172,44 @@ class _SampledRows:
         in_span = (np.arange(len(span)) - starts[span]).astype(np.int32)
         owners, draft_spans = sampling[span], None
         if drafts is not None and num_drafts.any():
-            last = mx.array(in_span == lens[span] - 1)  # verifies nothing
-            tokens = mx.where(last, -1, _draft_of(drafts, owners, in_span))
+            if blocks is not None:  # the last row of a span verifies nothing
+                tokens = mx.pad(blocks, [(0, 0), (0, 1)], constant_values=-1).flatten()
+            else:
+                last = mx.array(in_span == lens[span] - 1)
+                tokens = mx.where(last, -1, _draft_of(drafts, owners, in_span))
             draft_spans = DraftSpans(starts.astype(np.int32), lens.astype(np.int32), tokens)
         return _SampledRows(owners, in_span, (ends - lens)[span] + in_span, draft_spans)
+
+
+def _newest_ids(
+    requests: Requests,
+    row_req_indices: np.ndarray,
+    positions: np.ndarray,
+    last_token_ids: mx.array,
+) -> mx.array:
+    """`_input_ids` of tokens that are the newest of their requests where the host has not read."""
+    beyond = partial(_newest_of, last_token_ids, row_req_indices)
+    return _input_ids(requests, row_req_indices, positions, beyond)
+
+
+def _ragged_ids(
+    requests: Requests,
+    row_req_indices: np.ndarray,
+    positions: np.ndarray,
+    last_token_ids: mx.array,
+    drafts: StepDrafts | None,
+    owner: np.ndarray,
+    indices: np.ndarray,
+) -> mx.array:
+    """`_input_ids` of a batch whose requests may end in drafts.
+
+    owner: [T] int32, request of each token in the step. indices: [T] int32, index of each token
+    among its request's drafts; negative: it is none.
+    """
+    beyond = partial(_newest_of, last_token_ids, row_req_indices)
+    if drafts is not None and drafts.counts_np.any():
+        beyond = partial(_newest_or_draft, beyond, drafts, owner, indices)
+    return _input_ids(requests, row_req_indices, positions, beyond)
 
 
 def _input_ids(
@@ -191,8 +243,7 @@ def following_ids(requests: Requests, rows: Rows, last_token_ids: mx.array) -> m
         last_token_ids: [max_num_reqs] int32, newest token by req_idx, on the device.
     """
     row_req_indices = np.repeat(rows.req_indices_np, np.diff(rows.query_start_loc_np))
-    beyond = partial(_newest_of, last_token_ids, row_req_indices)
-    return _input_ids(requests, row_req_indices, rows.positions_np + 1, beyond)
+    return _newest_ids(requests, row_req_indices, rows.positions_np + 1, last_token_ids)
 
 
 def _newest_of(last_token_ids: mx.array, row_req_indices: np.ndarray) -> mx.array:

@@ -89,9 +89,7 @@ class StepOutput:
                 sampled = np.array(self.sampled.token_ids).tolist()
                 self.wait_s = time.perf_counter() - began
                 lens = self.span_lens_np().tolist()
-                rows = zip(
-                    self.batch.sampling_np.tolist(), *self._accepted_rows(), lens, strict=True
-                )
+                rows = zip(self.batch.sampling_np.tolist(), *self._accepted_rows, lens, strict=True)
                 for index, start, stop, count in rows:
                     self._token_ids[index] = accepted = sampled[start:stop]
                     self._requests.append_tokens(
@@ -126,23 +124,25 @@ class StepOutput:
         place = np.zeros(len(requests.num_tokens_np), np.int32)
         place[own] = np.arange(len(own))
         place = place[req_indices_np]
+        in_order = len(place) == len(own) and bool((place == np.arange(len(own))).all())
         lens, starts = (
             self.span_lens_np(),
             np.arange(len(own)) if spans is None else spans.starts_np,
         )
         counts = np.where(pending, lens[place], 0).astype(np.int32)
-        rejected = mx.zeros(len(counts), mx.int32)
         if (counts > 1).any():
             assert sampled.num_accepted is not None
-            ends = mx.array(np.maximum(counts - 1, 0))
+            ends, accepted = mx.array(np.maximum(counts - 1, 0)), sampled.num_accepted
             # None of one token can be rejected, nor of a request that is not in both steps.
-            rejected = mx.maximum(ends - sampled.num_accepted[mx.array(place)], 0)
+            rejected = mx.maximum(ends - (accepted if in_order else accepted[mx.array(place)]), 0)
+        else:
+            rejected = mx.zeros(len(counts), mx.int32)
         firsts = np.where(pending, starts[place], 0).astype(np.int32)
         return Unread(counts, firsts, sampled.token_ids, rejected)
 
     def num_accepted(self) -> np.ndarray:
         """[N] int32, accepted drafts of each sampling request; waits for the device."""
-        starts, stops = self._accepted_rows()
+        starts, stops = self._accepted_rows
         return np.array(stops, np.int32) - np.array(starts, np.int32) - 1
 
     def last_rows_np(self) -> np.ndarray:
@@ -153,8 +153,12 @@ class StepOutput:
             rows[sampling] -= self.batch.num_drafts_np[sampling] - self.num_accepted()
         return rows
 
+    @cached_property
     def _accepted_rows(self) -> tuple[list[int], list[int]]:
-        """Start of each sampling request's sampled tokens, and the end of its accepted ones."""
+        """Start of each sampling request's sampled tokens, and the end of its accepted ones.
+
+        Waits for the device.
+        """
         draft_spans = self.batch.draft_spans
         if self.sampled is None or draft_spans is None or self.sampled.num_accepted is None:
             starts = np.arange(len(self.batch.sampling_np))
@@ -166,7 +170,7 @@ class StepOutput:
         """Maps request id to why its token is invalid."""
         if self.sampled is None or not (broken := np.array(self.sampled.broken)).any():
             return {}
-        of_request = np.logical_or.reduceat(broken, self._accepted_rows()[0])
+        of_request = np.logical_or.reduceat(broken, self._accepted_rows[0])
         return {
             self.batch.requests[index].req_id: NOT_A_NUMBER
             for index in self.batch.sampling_np[of_request].tolist()
@@ -180,7 +184,7 @@ class StepOutput:
         if self.sampled is not None and self.sampled.logprobs is not None:
             logprobs = self.sampled.logprobs.to_lists()
             if self.batch.draft_spans is not None:
-                accepted = zip(*self._accepted_rows(), strict=True)
+                accepted = zip(*self._accepted_rows, strict=True)
                 rows = np.concatenate([np.arange(start, stop) for start, stop in accepted])
                 logprobs = logprobs._replace(
                     logprob_token_ids=logprobs.logprob_token_ids[rows],

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vllm_metal.engine.batch.rows import NewestSlots
+
 if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
@@ -63,6 +65,7 @@ class BlockTables:
         # [G][max_num_reqs, max_blocks] int32
         self.tables_np = [np.zeros((max_num_reqs, max_blocks), np.int32) for _ in range(num_groups)]
         self._lengths = [[0] * max_num_reqs for _ in range(num_groups)]
+        self.newest_slots = NewestSlots()
 
     def replace(self, req_idx: int, block_ids: Sequence[Sequence[int]]) -> None:
         """Replaces a request's tables by `block_ids`, one list per group."""

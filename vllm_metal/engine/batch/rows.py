@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -52,6 +53,46 @@ def device_positions(
     return positions if lag is None else positions - lag.counts[mx.array(requests_np)]
 
 
+class Slots(NamedTuple):
+    """Slots of a step's tokens in one KV cache group's blocks."""
+
+    slot_mapping_np: np.ndarray  # [T] int32
+    slot_mapping: mx.array | None  # [T] int32, exact; None: `slot_mapping_np` is
+
+    @staticmethod
+    def of(rows: Rows, tables_np: np.ndarray, block_size: int) -> Slots:
+        """Computes the slots of `rows`; `tables_np` is [R, W] int32, blocks of each request."""
+        requests = np.repeat(np.arange(len(rows.req_indices_np)), np.diff(rows.query_start_loc_np))
+        places_np, offsets_np = np.divmod(rows.positions_np, np.int32(block_size))
+        slots_np = tables_np[requests, places_np] * block_size + offsets_np
+        if rows.lag is None:
+            return Slots(slots_np, None)
+        places, offsets = mx.divmod(rows.positions, block_size)
+        slots = mx.array(tables_np)[mx.array(requests), places] * block_size + offsets
+        return Slots(slots_np, slots)
+
+
+class NewestSlots:
+    """The slots computed last, by KV cache group.
+
+    A drafter's pass over a block often has the tokens that the target's step then verifies.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[tuple[object, ...], PositionLag | None, Slots]] = {}
+
+    def of(self, rows: Rows, tables_np: np.ndarray, block_size: int, group: int) -> Slots:
+        """Returns `Slots.of`, computed anew only for other tokens or blocks than the last."""
+        starts_np, positions_np = rows.query_start_loc_np, rows.positions_np
+        arrays = starts_np.tobytes(), positions_np.tobytes(), tables_np.tobytes()
+        key = (block_size, *arrays)
+        before = self._found.get(group)
+        # An equal lag is the same object: its counts are on the device.
+        if before is None or before[0] != key or before[1] is not rows.lag:
+            self._found[group] = before = key, rows.lag, Slots.of(rows, tables_np, block_size)
+        return before[2]
+
+
 def step_layout(
     rows: Rows,
     block_table_np: np.ndarray,
@@ -60,22 +101,18 @@ def step_layout(
     group: int = 0,
     earlier_slots_np: np.ndarray | None = None,
     runs: tuple[Run, ...] = (),
+    newest: NewestSlots | None = None,
 ) -> StepLayout:
     """Maps the tokens to slots of one KV cache group's blocks; -1 for tokens that are not stored.
 
     `block_table_np` is [max_num_reqs, max_blocks] int32, by req_idx. Without `pace`, MLX decides
-    where command buffers end. `earlier_slots_np` and `runs`: see StepLayout.
+    where command buffers end. `earlier_slots_np` and `runs`: see StepLayout. `newest`: of all
+    networks over these blocks.
     """
     # Cut to the longest context, so that a step's cost depends on its actual content.
     width = -(-int(rows.seq_lens_np.max()) // block_size)
     tables = block_table_np[rows.req_indices_np, :width]
-    requests = np.repeat(np.arange(len(rows.req_indices_np)), np.diff(rows.query_start_loc_np))
-    blocks = tables[requests, rows.positions_np // block_size]
-    slot_mapping_np = blocks * block_size + rows.positions_np % block_size
-    slot_mapping = None
-    if rows.lag is not None:
-        pages, offsets = mx.divmod(rows.positions, block_size)
-        slot_mapping = mx.array(tables)[mx.array(requests), pages] * block_size + offsets
+    slot_mapping_np, slot_mapping = (newest or NewestSlots()).of(rows, tables, block_size, group)
     if rows.stored_np is not None:
         slot_mapping_np = np.where(rows.stored_np, slot_mapping_np, np.int32(-1))
         if slot_mapping is not None:

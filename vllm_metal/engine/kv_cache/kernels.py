@@ -346,10 +346,10 @@ class KernelBackend(KVBackend[KernelPlan]):
         # Layers that share a command buffer would hold all their gathered contexts at once.
         if pace is not None and (split is None or split.prompts is None):
             pace = pace_of(pace, int(layout.query_start_loc_np[-1]), work)
-        return KernelPlan(_slots(layout), attention, split, pace)
+        return KernelPlan(layout.padded_slots, attention, split, pace)
 
     def plan_of_writes(self, layout: StepLayout, num_kv_heads: int) -> KernelPlan:
-        return KernelPlan(_slots(layout), None, None, None)
+        return KernelPlan(layout.padded_slots, None, None, None)
 
     def trials(self, kind: AttentionKind, block_size: int) -> Iterator[KernelPlan]:
         tiles = self._tiles_of(kind)
@@ -387,14 +387,6 @@ def _trial_of(num_rows: int, block_size: int) -> StepLayout:
     table = np.arange(-(-num_rows // block_size), dtype=np.int32)[None]
     starts, lens = np.array([0, num_rows], np.int32), np.array([num_rows], np.int32)
     return StepLayout(starts, lens, table, slots, block_size)
-
-
-def _slots(layout: StepLayout) -> mx.array:
-    """Returns the slot mapping, [max(T, MIN_ELEMENTS)] int32."""
-    slots = layout.slot_mapping
-    if slots is None:
-        return _padded(layout.slot_mapping_np)
-    return mx.pad(slots, (0, max(0, MIN_ELEMENTS - slots.size)), constant_values=-1)
 
 
 def _padded(slots: np.ndarray) -> mx.array:

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -51,6 +52,15 @@ class StepLayout(RaggedLayout):
     #: the same in all of them.
     earlier_slots_np: np.ndarray | None = None
     runs: tuple[Run, ...] = ()
+
+    @cached_property
+    def padded_slots(self) -> mx.array:
+        """[max(T, 8)] int32, the slot mapping padded with -1.
+
+        MLX gives kernels another signature for smaller arrays.
+        """
+        slots = self.slot_mapping
+        return padded(mx.array(self.slot_mapping_np) if slots is None else slots, fill=-1)
 
     def rows_of(self, requests: np.ndarray) -> np.ndarray:
         """Returns [t] int32, indices of the selected requests' tokens; `requests`: [R] bool."""

@@ -174,11 +174,12 @@ class PagedLayers:
         added; None for a forward that is submitted alone. `runs`: see StepLayout.
         """
         layouts: dict[int, StepLayout] = {}
+        newest = block_tables.newest_slots
         for group, _ in self._scopes:
             if group not in layouts:
                 table_np = block_tables.tables_np[group]
                 earlier_np = None if earlier is None else earlier.of(group)
-                placed = self.block_size, self._pace, group, earlier_np, runs
+                placed = self.block_size, self._pace, group, earlier_np, runs, newest
                 layouts[group] = step_layout(rows, table_np, *placed)
         if earlier is not None:
             for group, layout in layouts.items():

@@ -34,6 +34,12 @@ class DraftSpans:
             )
 
     @cached_property
+    def even_length(self) -> int | None:
+        """Rows of each span, if all have the same number; else None."""
+        lens = set(self.lens_np.tolist())
+        return lens.pop() if len(lens) == 1 else None
+
+    @cached_property
     def offsets_np(self) -> np.ndarray:
         """int32 [N], the number of drafts before each row."""
         return _counting(self.lens_np)
@@ -70,12 +76,15 @@ def num_accepted(token_ids: mx.array, draft_spans: DraftSpans) -> mx.array:
     # renormalized: the law of speculative sampling for a proposal that puts all mass on one token
     # (Leviathan et al. 2023, arXiv:2211.17192, section 2.3). Nothing has to be drawn a second time,
     # and a seeded request gets the tokens it gets without drafts.
+    right = token_ids == draft_spans.draft_ids
+    if len(draft_spans.lens_np) and (length := draft_spans.even_length) is not None:
+        offsets = mx.array(np.arange(length, dtype=np.int32))
+        return mx.where(right.reshape(-1, length), length - 1, offsets).min(axis=-1)
     last = draft_spans.lens_np[:, None] - 1
     offsets = np.minimum(np.arange(draft_spans.lens_np.max(initial=1), dtype=np.int32), last)
     rows = mx.array(draft_spans.starts_np[:, None] + offsets)
-    right = (token_ids == draft_spans.draft_ids)[rows]
     # Correct rows count as the span's last offset, so min() finds the first mismatch.
-    return mx.where(right, mx.array(last), mx.array(offsets)).min(axis=-1)
+    return mx.where(right[rows], mx.array(last), mx.array(offsets)).min(axis=-1)
 
 
 def _counting(lens: np.ndarray) -> np.ndarray:

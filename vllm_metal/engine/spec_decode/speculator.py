@@ -228,6 +228,8 @@ class Speculator(PerRequestState):
         """
         requests = self._requests
         here = [req_id for req_id in req_ids if req_id in requests]
+        if not here:
+            return
         known_np = requests.num_known_np
         ends = {req_id: int(known_np[requests[req_id].req_idx]) - 1 for req_id in here}
         self.complete_draft_kv(
