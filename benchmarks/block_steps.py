@@ -5,13 +5,25 @@ The figure is that of step_overhead.py, and the model the same. The drafter has 
 random weights, so hardly any draft is accepted: each step verifies four drafts of every request.
 Two engines decode in turn. A run's figure is the median of its steps, and the least of all runs
 counts, as other programs on the machine only add time.
+
+With `--kernels`, the step is laid out as for a GPU: with the plans of our kernels, and with one
+operation for each of them and of MLX's fast functions, which compute nothing. So the time without
+the hand-over to MLX is what a Mac's host has to do, and the rest is not.
+
+`--lookup` compares steps with and without prompt lookup, both with the drafter. Tokens are sampled,
+so that no request copies. The ratio is the median of those of neighboring runs.
 """
 
 import argparse
+import ctypes
 import json
+import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import step_overhead as overhead  # first: it loads a BLAS before anything imports MLX
 
@@ -22,8 +34,10 @@ from vllm import LLM, SamplingParams
 
 from vllm_metal.engine.models.compiled import CompiledForward
 
+_M_MXFAST = 1  # glibc's malloc.h
 LAYERS, DRAFTS, REQUESTS = 5, 4, (1, 8)
 WHOLE, REST, FORWARDS = "whole step", "without hand-over", "graph calls"
+PLAIN, DRAFTING, LOOKUP = "without drafts", "with", "with lookup"
 CONFIG = {
     "architectures": ["DFlashDraftModel"],
     "model_type": "qwen3",
@@ -63,14 +77,57 @@ def write_drafter(folder: Path) -> None:
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "pt"})
 
 
+def merge_freed_memory_at_once() -> None:
+    """Makes glibc merge small pieces of memory when they are freed.
+
+    Else the first larger allocation after a graph merges the pieces of all its nodes, 0.5 ms in
+    some other function. Other systems' allocators have no such delay.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).mallopt(_M_MXFAST, 0)
+
+
+def lay_out_for_kernels() -> None:
+    """Makes engines use our kernels, which compute nothing from now on."""
+    from metal_kernels import kernel
+    from vllm_metal.engine.kv_cache import choice
+    from vllm_metal.engine.kv_cache.kernels import KERNELS
+
+    @cache
+    def zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+        made = mx.zeros(shape, dtype)
+        mx.eval(made)
+        return made
+
+    def compiler(**_: object) -> Callable[..., list[mx.array]]:
+        def call(*, inputs: Any, output_shapes: Any, output_dtypes: Any, **_: object) -> Any:
+            kinds = zip(output_shapes, output_dtypes, strict=True)
+            made = [zeros(tuple(shape), dtype) for shape, dtype in kinds]
+            return mx.depends(made, [each for each in inputs if isinstance(each, mx.array)])
+
+        return call
+
+    def unchanged(x: mx.array, *others: Any, **_: object) -> mx.array:
+        read = [each for each in others if isinstance(each, mx.array)]
+        return mx.depends(x, read or [x])
+
+    mx.fast.metal_kernel = compiler
+    mx.fast.rms_norm = mx.fast.rope = unchanged
+    kernel.use(compiler)
+    choice.kv_backend = lambda *_, **__: KERNELS
+    for config in (overhead.CONFIG, CONFIG):
+        config["head_dim"] = 64  # the kernels' smallest
+
+
 def step_ms(
-    llm: LLM, meter: overhead.Meter, num_requests: int, steps: int, run: int
+    llm: LLM, meter: overhead.Meter, num_requests: int, steps: int, run: int, sampled: bool
 ) -> dict[str, float]:
     """WHOLE and REST of a decode step in milliseconds, and its number of FORWARDS."""
     core, req_ids = llm.llm_engine, [f"{run}-{n}" for n in range(num_requests)]
-    params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
-    for req_id, prompt in zip(req_ids, overhead.prompts(num_requests), strict=True):
-        core.add_request(req_id, {"prompt_token_ids": prompt}, params)
+    options = {"max_tokens": 900, "ignore_eos": True, "detokenize": False}
+    for index, prompt in enumerate(overhead.prompts(num_requests)):
+        params = SamplingParams(temperature=float(sampled), seed=index, **options)
+        core.add_request(req_ids[index], {"prompt_token_ids": prompt}, params)
     for _ in range(2 * overhead.WARM_UP):  # shapes are traced when they come again
         core.step()
     found: dict[str, list[float]] = {WHOLE: [], REST: []}
@@ -99,8 +156,8 @@ def step_ms(
     }
 
 
-def measure(steps: int, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """Runs by "DRAFTS, REQUESTS"."""
+def measure(steps: int, repeats: int, lookup: bool) -> dict[str, list[dict[str, float]]]:
+    """Runs by engine and number of requests."""
     runs: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         target, drafter = Path(name, "target"), Path(name, "drafter")
@@ -108,21 +165,27 @@ def measure(steps: int, repeats: int) -> dict[str, list[dict[str, float]]]:
             folder.mkdir()
             write(folder)
         speculation = {"method": "dflash", "model": str(drafter), "num_speculative_tokens": DRAFTS}
-        options = {"fixed_draft_length": True, "prompt_lookup": False}
-        engines = {
-            0: overhead.engine(target),
-            DRAFTS: overhead.engine(
+        plain = {"dense_check": False}
+
+        def drafting(looks_up: bool) -> LLM:
+            options = plain | {"fixed_draft_length": True, "prompt_lookup": looks_up}
+            return overhead.engine(
                 target, speculative_config=speculation, additional_config=options
-            ),
-        }
+            )
+
+        if lookup:
+            engines = {DRAFTING: drafting(False), LOOKUP: drafting(True)}
+        else:
+            plain_engine = overhead.engine(target, additional_config=plain)
+            engines = {PLAIN: plain_engine, DRAFTING: drafting(False)}
         meter = overhead.Meter()
         for function in ("eval", "async_eval"):
             meter.wrap(mx, function, overhead.HAND_OVER)
         for run in range(repeats):  # in turn, so that a drifting machine hits both alike
             for count in REQUESTS:
-                for drafts, llm in engines.items():
-                    found = step_ms(llm, meter, count, steps, run)
-                    runs.setdefault(f"{drafts}, {count}", []).append(found)
+                for name, llm in engines.items():
+                    found = step_ms(llm, meter, count, steps, run, sampled=lookup)
+                    runs.setdefault(f"{name}, {count}", []).append(found)
     return runs
 
 
@@ -131,20 +194,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="decode steps measured")
     parser.add_argument("--repeats", type=int, default=5, help="the least of this many counts")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--lookup", action="store_true", help="with and without prompt lookup")
+    parser.add_argument("--kernels", action="store_true", help="steps as laid out for a GPU")
     args = parser.parse_args()
-    runs = measure(args.steps, args.repeats)
+    merge_freed_memory_at_once()
+    if args.kernels:
+        lay_out_for_kernels()
+    runs = measure(args.steps, args.repeats, args.lookup)
+    compared = (DRAFTING, LOOKUP) if args.lookup else (PLAIN, DRAFTING)
     for count in REQUESTS:
         for name in (WHOLE, REST):
-            plain, drafting = (
-                min(run[name] for run in runs[f"{drafts}, {count}"]) for drafts in (0, DRAFTS)
-            )
+            pairs = [[run[name] for run in runs[f"{each}, {count}"]] for each in compared]
+            before, after = map(min, pairs)
+            ratio = np.median(np.divide(*pairs[::-1])) if args.lookup else after / before
             print(
-                f"requests: {count}, {name}: {plain:.2f} ms without drafts, {drafting:.2f} with, "
-                f"+{drafting - plain:.2f}, {drafting / plain:.2f}"
+                f"requests: {count}, {name}: {before:.2f} ms {compared[0]}, {after:.2f} "
+                f"{compared[1]}, {after - before:+.2f}, {ratio:.3f}"
             )
-        print(f"  graph calls: {runs[f'{DRAFTS}, {count}'][0][FORWARDS]:.2f}")
+        print(f"  graph calls: {runs[f'{DRAFTING}, {count}'][0][FORWARDS]:.2f}")
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "block_steps.json").write_text(
+    parts = ["_lookup"] * args.lookup + ["_kernels"] * args.kernels
+    (args.out / f"block_steps{''.join(parts)}.json").write_text(
         json.dumps({"steps": args.steps, "runs": runs}, indent=2)
     )
 
