@@ -103,7 +103,7 @@ def test_drafts_fail_where_the_network_is_another(target, drafter, name):
         assert accepted_a_step(llm) < right / 2
 
 
-class _Shifted(AttendingCache):
+class Shifted(AttendingCache):
     """A cache whose rows lie one position further."""
 
     def __init__(self, cache):
@@ -119,6 +119,9 @@ class _Shifted(AttendingCache):
     def attend(self, *arguments):
         return self._cache.attend(*arguments)
 
+    def keys_and_values(self):
+        return self, self  # as SharedCache's
+
 
 def test_drafts_fail_where_positions_are_off_by_one(target, drafter, monkeypatch):
     with serving(target, drafter) as llm:
@@ -127,7 +130,7 @@ def test_drafts_fail_where_positions_are_off_by_one(target, drafter, monkeypatch
     monkeypatch.setattr(
         BlockDrafter,
         "hidden",
-        lambda self, ids, caches: hidden(self, ids, [*map(_Shifted, caches)]),
+        lambda self, ids, caches: hidden(self, ids, [*map(Shifted, caches)]),
     )
     with serving(target, drafter) as llm:
         assert accepted_a_step(llm) < right / 2

@@ -102,7 +102,8 @@ def _layer(name, attention, rng):
     return found | {f"{name}.{norm}.weight": np.ones(SIZE) for norm in norms}
 
 
-def _save(folder, arrays, config):
+def save(folder, arrays, config):
+    """Writes a checkpoint in float32, and returns its folder."""
     folder.mkdir()
     arrays = {name: mx.array(array.astype(np.float32)) for name, array in arrays.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
@@ -125,7 +126,7 @@ def write_target(folder: Path, period: int = PERIOD) -> Path:
         if layer == MOVES:
             attention = _attention(0, [(COPY, NEXT, two), (COPY, COPY, -two)])
         arrays |= _layer(f"model.layers.{layer}", attention, rng)
-    return _save(folder, arrays, CONFIG)
+    return save(folder, arrays, CONFIG)
 
 
 def write_drafter(
@@ -167,4 +168,4 @@ def write_drafter(
     arrays |= _layer("layers.0", reads, rng) | _layer("layers.1", passes, rng)
     if not trained:
         arrays = {name: 0.3 * rng.normal(size=array.shape) for name, array in arrays.items()}
-    return _save(folder, arrays, DRAFTER | changes)
+    return save(folder, arrays, DRAFTER | changes)
