@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model with an MTP layer on this disk drafts without any flag, and only where that is free."""
 
+import json
 import logging
 import pickle
 import shutil
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from e2e.harness import Dense, counters, engine, generate, greedy
 from e2e.server import serve
+from engine.spec_decode import assistants
 from engine.spec_decode.hybrids import write_hybrid
 from engine.spec_decode.splitter import split
 from engine.spec_decode.test_mtp_split import without_layers
@@ -50,10 +52,10 @@ def messages(caplog):
         logger.setLevel(logging.NOTSET)
 
 
-def played(target, **options):
+def played(target, vocab=128, **options):
     """The counters of an engine, whose text is mlx-lm's."""
     rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, 128, length).tolist() for length in (1, 17, 40)]
+    prompts = [rng.integers(0, vocab, length).tolist() for length in (1, 17, 40)]
     dense = Dense(str(target))
     settings = {"skip_tokenizer_init": True, "max_model_len": 256} | options
     with engine(str(target), **settings) as llm:
@@ -92,6 +94,55 @@ def test_another_models_layer_beside_it_is_left_alone(alone, tmp_path):
     other = write_hybrid(tmp_path / "other", "qwen3_next", vocab_size=96)
     split(other, alone / "mtp")
     assert configured(alone).speculative_config is None
+
+
+@pytest.mark.more
+def test_an_assistant_beside_a_model_drafts(tmp_path, messages):
+    target, head = assistants.write_pair(tmp_path, 8)
+    beside = head.rename(f"{target}-Assistant")
+    assert played(target, 8)[ACCEPTED] > 0
+    assert any(f"with the assistant in {beside}" in message for message in messages())
+    assert DRAFTS not in played(target, 8, additional_config={"drafts": "off"})
+
+
+@pytest.fixture
+def assisted(tmp_path):
+    """A model and its assistant, which is elsewhere."""
+    return assistants.write_pair(tmp_path, 8)
+
+
+@pytest.mark.parametrize("where", ["{}/assistant", "{}-assistant", "{}/mtp"])
+def test_an_assistant_is_found_where_mtp_layers_are(assisted, where):
+    target, head = assisted
+    own = {"speculative_config": {"method": "mtp"}}
+    assert configured(target).speculative_config is None
+    with pytest.raises(ValueError, match=r"needs Gemma 4's assistant .*gemma4/assistant, or fold"):
+        configured(target, **own)
+    place = head.rename(where.format(target))
+    for options in ({}, own):
+        config = configured(target, **options)
+        speculation = config.speculative_config
+        assert speculation.draft_model_config.model == str(place)
+        assert (speculation.method, speculation.num_speculative_tokens) == ("mtp", 3)
+        assert are_default(config) == (not options)
+    assert configured(target, enable_lora=True).speculative_config is None
+
+
+#: Changes of an assistant's config.json.
+UNFIT = {
+    "of another width": {"backbone_hidden_size": 96},
+    "of another vocabulary": {"text_config": assistants.CONFIG["text_config"]},
+    "with an unknown key": {"sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_assistant_that_does_not_suit_the_model_is_left_alone(assisted, name, messages):
+    target, head = assisted
+    path = head.rename(f"{target}-assistant") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | UNFIT[name]))
+    assert configured(target).speculative_config is None
+    assert any("sliding_window=8" in message for message in messages()) == ("key" in name)
 
 
 def configured(target, **options):

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns on drafts by a model's own MTP layer by default, unless a setting conflicts with them.
+"""Turns on drafts by an MTP layer or an assistant by default, unless a setting conflicts with them.
 
 The worker drops them if they do not suit the loaded model, or take too much memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,8 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
     if AdditionalConfig.of(args).drafts == "off":
         return None
     folder = mtp_folders.folder_of(model.model, model.revision)
-    if folder is None or mtp_folders.family_of(mtp_folders.published(folder)) is None:
+    given = {} if folder is None else mtp_folders.published(folder)
+    if folder is None or not (mtp_folders.family_of(given) or mtp_folders.is_assisted(given)):
         return None  # no weight file of most models is opened here
     try:
         found = mtp_folders.layers_of(folder)
@@ -52,7 +53,7 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
     num_drafts = default_mtp_drafts(content)
     if any(_obstacles(args, model, num_drafts)):
         return None
-    if not mtp_folders.is_depth_supported(content):
+    if not mtp_folders.is_depth_supported(content) or not _is_supported(content):
         return None
     if found is None:
         if mtp_folders.depth_of(content):
@@ -64,13 +65,28 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
         return None
     own = found == folder
     logger.info(
-        "Drafts up to %d tokens with the MTP layer %s. %s turns this off",
+        "Drafts up to %d tokens with the %s %s. %s turns this off",
         num_drafts,
+        "assistant" if mtp_folders.is_assistant(content) else "MTP layer",
         "of the model's checkpoint" if own else f"in {found}",
         OFF_SWITCH,
     )
     chosen = {} if own else {"model": str(found)}
     return {"method": "mtp", "num_speculative_tokens": num_drafts, **chosen}
+
+
+def _is_supported(content: Mapping[str, Any]) -> bool:
+    """Whether all keys of an assistant's config.json are computed; of others the loader knows."""
+    if not mtp_folders.is_assistant(content):
+        return True
+    from vllm_metal.engine.spec_decode.assistant_config import AssistantConfig  # reads it with MLX
+
+    try:
+        AssistantConfig.of(content)
+    except ModelLoadError as error:
+        logger.warning("Serving without drafts: %s %s hides this", error, OFF_SWITCH)
+        return False
+    return True
 
 
 def _obstacles(args: EngineArgs, model: ModelConfig, num_drafts: int) -> Iterator[bool]:

@@ -68,7 +68,7 @@ def embedding_tables(value: Any) -> str:
 def _drafts(value: Any) -> str:
     if value in ("auto", "off"):
         return str(value)
-    raise ValueError(f'must be "off", or "auto" to use a model\'s MTP layer, not {value!r}')
+    raise ValueError(f'must be "off", or "auto" to use an MTP layer or assistant, not {value!r}')
 
 
 #: Parts that can be removed from system messages; see serving/prefix_misses/normalize.py.
@@ -121,7 +121,7 @@ PREFIX_CACHE_KEYS = tuple(key for key in _READERS if key.startswith("prefix_cach
 class AdditionalConfig:
     """Values of --additional-config, one field per key, named as users type it."""
 
-    #: Whether a model's MTP layer drafts without --speculative-config: "auto", or "off".
+    #: Whether an MTP layer or assistant drafts without --speculative-config: "auto", or "off".
     drafts: str = "auto"
     #: Always draft num_speculative_tokens tokens, regardless of the cost of verifying them.
     fixed_draft_length: bool = False

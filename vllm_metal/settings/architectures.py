@@ -59,6 +59,9 @@ SPLIT_MTP = {
         "qwen3_next": "Qwen3NextMTP",
     },
 }
+#: `model_type` of Gemma 4's assistants, which vLLM counts among MTP layers, and of their targets.
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")
+ASSISTED = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 #: Keys of config.json with the number of MTP layers.
 MTP_DEPTHS = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 #: Models that vLLM lists as text models although they take images or audio; vLLM's own classes

@@ -86,6 +86,11 @@ def test_weights_of_an_assistant_are_an_engines(tmp_path):
     assert beside.all_layers == alone.all_layers and beside.draft_weights == found.weights
     with pytest.raises(ValueError, match=r"--draft-quantization 4 is not supported with Gemma 4"):
         Drafter.read(head, FLOAT, 4, None)
+    assert MTPDrafter.find(str(target)) is None
+    place = head.rename(f"{target}-assistant")
+    by_default = MTPDrafter.find(str(target))
+    assert by_default == MTPDrafter(place, 3)
+    assert by_default.add_to(alone).draft_weights == found.weights
 
 
 def test_the_peak_of_a_step_that_writes_a_drafters_context(folders):

@@ -24,12 +24,7 @@ from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
 from vllm_metal.engine.models.loader import weight_bytes
 from vllm_metal.engine.models.mtp_families import ENDS, MTP_FAMILIES
 from vllm_metal.engine.models.mtp_weights import mtp_weights
-from vllm_metal.engine.spec_decode import (
-    assistant_config,
-    block_config,
-    mtp_folders,
-    packed_network,
-)
+from vllm_metal.engine.spec_decode import block_config, mtp_folders, packed_network
 from vllm_metal.engine.spec_decode.assistant import Assistant
 from vllm_metal.engine.spec_decode.assistant_config import AssistantConfig
 from vllm_metal.engine.spec_decode.block_config import BlockConfig
@@ -43,6 +38,7 @@ from vllm_metal.engine.spec_decode.checkpoint import default_mtp_drafts
 from vllm_metal.engine.spec_decode.mtp import build_layer
 from vllm_metal.engine.spec_decode.mtp_folders import published
 from vllm_metal.engine.weights.files import stored_arrays
+from vllm_metal.identity.model_files import ModelLoadError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,7 +72,7 @@ class Drafter:
             ModelLoadError: config.json has keys that are not supported.
         """
         content = json.loads((folder / "config.json").read_text())
-        if content.get("model_type") in assistant_config.MODEL_TYPES:
+        if mtp_folders.is_assistant(content):
             return _assistant(folder, content, MLX_DTYPES[dtype], bits, count)
         architecture = block_config.architecture_of(content)
         if (kind := block_config.KINDS.get(architecture)) is None:
@@ -120,28 +116,35 @@ class Drafter:
 
 @dataclass(frozen=True)
 class MTPDrafter:
-    """MTP layers, which draft by default if a model has any; their weights are not loaded."""
+    """MTP layers or an assistant, which draft by default; their weights are not loaded."""
 
     folder: Path  # the model's, or that of split layers
     num_drafts: int
 
     @staticmethod
     def find(model: str) -> MTPDrafter | None:
-        """Finds a model's MTP layer on this disk by the model's name; None: there is none."""
+        """Finds a model's drafter on this disk by the model's name; None: there is none."""
         folder = mtp_folders.folder_of(model)
         found = None if folder is None else mtp_folders.layers_of(folder)
         if found is None or not mtp_folders.is_depth_supported(content := published(found)):
             return None
+        if mtp_folders.is_assistant(content):
+            try:
+                AssistantConfig.of(content)
+            except ModelLoadError:  # it is served without
+                return None
         return MTPDrafter(found, default_mtp_drafts(content))
 
     def add_to(self, model: Model) -> Model:
-        """Adds the layers to a model.
+        """Adds the drafter to a model.
 
         Raises:
             NotImplementedError: a layer has a kind of state that the paged path does not support.
             ModelLoadError: the weights are unreadable.
         """
         content = published(self.folder)
+        if mtp_folders.is_assistant(content):
+            return Drafter.read(self.folder, model.dtype, None, self.num_drafts).add_to(model)
         is_split = mtp_folders.is_split(content)
         names = mtp_folders.architecture_of(content)
         family = MTP_FAMILIES[names] if names else mtp_folders.family_of(content)

@@ -75,7 +75,7 @@ class FitRequest:
 
     @cached_property
     def drafter(self) -> Drafter | MTPDrafter | None:
-        """The drafter of --draft-model, or else the model's MTP layer; None: nothing drafts.
+        """The drafter of --draft-model, or else the default one; None: nothing drafts.
 
         Raises:
             ValueError: the model is no block drafter, or conflicts with the other options.

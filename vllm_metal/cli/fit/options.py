@@ -68,7 +68,7 @@ def _add_served(served: argparse._ArgumentGroup) -> None:
         metavar="MODEL",
         help="block drafter of --speculative-config (method dflash or dspark) or Gemma 4's "
         "assistant: its weights and K/V are counted, those of other draft networks are not; "
-        "default: the MTP layer of a model on this disk",
+        "default: the MTP layer or assistant of a model on this disk",
     )
     served.add_argument(
         "--draft-quantization",

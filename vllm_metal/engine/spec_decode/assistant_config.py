@@ -15,10 +15,6 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 Config = Mapping[str, Any]
 
-#: `model_type` in published files.
-MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
-#: `model_type` of the models that they draft for.
-TARGET_TYPES = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 _MODULE = "gemma4_text"  # mlx-lm's, which computes the layers
 _FULL = "full_attention"
 _READ = inert_keys.names(

@@ -12,7 +12,7 @@ from vllm_metal.engine.spec_decode import block_config, mtp_folders
 from vllm_metal.engine.spec_decode.mtp_folders import published
 from vllm_metal.engine.spec_decode.registry import method_of
 from vllm_metal.identity.model_files import ModelLoadError, is_gguf
-from vllm_metal.settings.architectures import SPLIT_MTP, mtp_depth
+from vllm_metal.settings.architectures import ASSISTED, SPLIT_MTP, mtp_depth
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
@@ -40,7 +40,7 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
     method, model = str(given.get("method")), given.get("model")
     found: dict[str, Any] = {}
     if method.endswith("mtp"):
-        if model is None and (place := _split_layers(target)) is not None:
+        if model is None and (place := _beside(target)) is not None:
             found["model"] = str(place)
         layers = mtp_folders.folder_of(found.get("model") or model or target.model)
         content = target.hf_config.to_dict() if layers is None else published(layers)
@@ -72,15 +72,23 @@ def default_mtp_drafts(content: Mapping[str, Any]) -> int:
     return mtp_folders.num_drafting(content)
 
 
-def _split_layers(target: ModelConfig) -> Path | None:
-    """The folder of split-off MTP layers; None if the model needs none or is not on disk."""
+def _beside(target: ModelConfig) -> Path | None:
+    """The folder of MTP layers or an assistant; None if the model needs none or is not on disk."""
     folder = mtp_folders.folder_of(target.model, target.revision)
-    if folder is None or mtp_folders.family_of(published(folder)) is None:
+    if folder is None:
+        return None
+    is_assisted = mtp_folders.is_assisted(content := published(folder))
+    if mtp_folders.family_of(content) is None and not is_assisted:
         return None
     if mtp_folders.carries_layers(folder):
         return None
     if (place := mtp_folders.split_beside(folder)) is not None:
         return place
+    if is_assisted:
+        raise ValueError(
+            f"{_OPTION} method 'mtp' needs Gemma 4's assistant for {target.model}, and none was "
+            f'found in {mtp_folders.places(folder)}. Set "model" to it, or choose another method.'
+        )
     raise ValueError(
         f"{_OPTION} method 'mtp' needs MTP layers, but {target.model} contains none, like most "
         f'conversions to MLX, and none were found in {mtp_folders.places(folder)}. Set "model" '
@@ -194,7 +202,7 @@ def _of_assistant(draft: ModelConfig, target: ModelConfig) -> dict[str, bool]:
     named, remedy = f"{_OPTION} model {draft.model!r} ", "choose another drafter"
     return {
         f"{named}(Gemma 4's assistant with a model of type {kind}: {remedy})": (
-            kind not in assistant_config.TARGET_TYPES
+            kind not in ASSISTED
         ),
         f"{named}(made for a vocabulary of {tokens[0]}, but that of {target.model!r} has "
         f"{tokens[1]}: {remedy})": tokens[0] != tokens[1],

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds MTP layers on disk: in a model's checkpoint, or split off into a folder next to it.
 
-mlx-vlm writes such folders (`mlx_vlm.split_mtp`, `mlx_vlm.convert --mtp`). Nothing is downloaded.
+mlx-vlm writes such folders (`mlx_vlm.split_mtp`, `mlx_vlm.convert --mtp`). Gemma 4's assistants are
+found in the same places. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from typing import Any
 from vllm_metal.engine.models.mtp_families import MTP_FAMILIES, MTPFamily
 from vllm_metal.engine.weights import files
 from vllm_metal.identity import model_names
-from vllm_metal.settings.architectures import SPLIT_MTP, mtp_depth
+from vllm_metal.settings.architectures import ASSISTANTS, ASSISTED, SPLIT_MTP, mtp_depth
 
-#: Name of a subfolder of the model's.
-_INNER = "mtp"
+#: Names of subfolders of the model's.
+_MTP, _ASSISTANT = "mtp", "assistant"
 #: What the name of a folder beside the model's has more than the model's, at any place.
-_MARK = re.compile(r"-mtp(?=[-_.]|$)", re.IGNORECASE)
+_MARK = re.compile(rf"-(?:{_MTP}|{_ASSISTANT})(?=[-_.]|$)", re.IGNORECASE)
 _REPOSITORY = "models--"  # of a folder's name in the Hugging Face cache
 
 
@@ -54,6 +55,16 @@ def family_of(content: Mapping[str, Any]) -> MTPFamily | None:
     """The family of MTP layers that a model with this config.json may have."""
     kind = content.get("model_type")
     return next((each for each in MTP_FAMILIES.values() if kind in each.model_types), None)
+
+
+def is_assistant(content: Mapping[str, Any]) -> bool:
+    """Whether a config.json belongs to an assistant of Gemma 4."""
+    return content.get("model_type") in ASSISTANTS
+
+
+def is_assisted(content: Mapping[str, Any]) -> bool:
+    """Whether a config.json belongs to a model that assistants are made for."""
+    return content.get("model_type") in ASSISTED
 
 
 def depth_of(content: Mapping[str, Any]) -> int:
@@ -108,10 +119,16 @@ def carries_layers(folder: Path) -> bool:
 
 
 def split_beside(folder: Path) -> Path | None:
-    """The first folder of `places` with MTP layers split from a model of this family, or None."""
-    family = family_of(published(folder))
+    """The first folder of `places` with a drafter for a model of this family, or None.
+
+    A drafter is MTP layers split from a model, or an assistant.
+    """
+    of_model = published(folder)
+    family = family_of(of_model)
     for place in _places(folder):
         content = published(place)
+        if is_assistant(content) and is_assisted(of_model):
+            return place
         architecture = architecture_of(content) if is_split(content) else None
         if architecture is not None and MTP_FAMILIES[architecture] is family:
             return place
@@ -119,7 +136,7 @@ def split_beside(folder: Path) -> Path | None:
 
 
 def layers_of(folder: Path) -> Path | None:
-    """The folder with a model's MTP layers: its own, or one next to it; None if there is none.
+    """The folder with a model's MTP layers or assistant: its own, or one next to it; or None.
 
     Raises:
         ModelLoadError: a weight file is unreadable or truncated.
@@ -133,21 +150,23 @@ def layers_of(folder: Path) -> Path | None:
 
 def _sizes(content: Mapping[str, Any]) -> tuple[Any, Any]:
     text = content.get("text_config") or content
-    return text.get("hidden_size"), text.get("vocab_size")
+    width = content.get("backbone_hidden_size")  # of an assistant's target
+    return width or text.get("hidden_size"), text.get("vocab_size")
 
 
 def places(folder: Path) -> str:
     """Names the folders that `split_beside` searches, for error messages."""
+    kind = _ASSISTANT if is_assisted(published(folder)) else _MTP
     repository = _repository(folder)
     if repository is None:
         beside, name = f"folders of {folder.resolve().parent}", folder.resolve().name
     else:
         beside, name = "models in the Hugging Face cache", _repository_name(repository)
-    return f"{folder / _INNER}, or {beside} named {name} with -mtp added, such as {name}-mtp"
+    return f"{folder / kind}, or {beside} named {name} with -{kind} added, such as {name}-{kind}"
 
 
 def _places(folder: Path) -> Iterator[Path]:
-    yield from (path for path in _folders(folder) if path.name.lower() == _INNER)
+    yield from (path for path in _folders(folder) if path.name.lower() in (_MTP, _ASSISTANT))
     repository = _repository(folder)
     if repository is None:
         path = folder.resolve()

@@ -146,7 +146,8 @@ METHODS = (
         ("mtp",),
         "assistant:AssistantNetwork",
         "Gemma 4's assistant, which reads the model's own KV and keeps none",
-        "`model`",
+        "an assistant: in a folder next to the model's (below), or in the folder that `model` "
+        "names",
         has_network=True,
         architectures=tuple(READING_KV),
         hidden_size_keys=("backbone_hidden_size",),
