@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams of a decode server while long prompts arrive: prefilled by it, or by another server."""
+"""Measures a decode server's streams while prompts are prefilled by it or by another server."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dataclasses import asdict, dataclass, field
 from _kv_streams import Gaps
 from _server import Server, counter
 
-#: vLLM's form of asking a server to prefill for another one.
+#: Asks a server to prefill for another one, in vLLM's form.
 PREFILL_ONLY = {"do_remote_decode": True, "do_remote_prefill": False}
 WARM_TOKENS = 12
-_TIMEOUT_S = 1800.0  # of a prompt beside streams, on a slow machine
+_TIMEOUT_S = 1800.0  # long prompts beside streams are slow on two cores
 _STREAM_PROMPT = 60  # tokens
 
 
 class Stream:
-    """A request that decodes until it is stopped, read by a thread."""
+    """A request that decodes until it is stopped; a thread reads its tokens."""
 
     def __init__(self, server: Server, prompt: Sequence[int], max_tokens: int) -> None:
-        self.times: list[float] = []  # of tokens
+        self.times: list[float] = []  # arrival time of each token
         self._server = server
         self._response: http.client.HTTPResponse | None = None
         self._stopped = threading.Event()
@@ -37,7 +37,7 @@ class Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends it: the server aborts a request whose client has gone."""
+        """Closes the connection, on which the server aborts the request."""
         self._stopped.set()
         self._thread.join()
 
@@ -51,10 +51,10 @@ class Stream:
                     self.times.append(time.perf_counter())
 
     def await_tokens(self, number: int) -> None:
-        """Waits until so many more have come.
+        """Waits until `number` more tokens have arrived.
 
         Raises:
-            RuntimeError: it has ended.
+            RuntimeError: the stream has ended.
         """
         wanted = len(self.times) + number
         while len(self.times) < wanted:
@@ -63,13 +63,13 @@ class Stream:
             time.sleep(0.01)
 
     def gaps(self, start: float, end: float) -> list[float]:
-        """Seconds between tokens, of those times that overlap the given one."""
+        """Returns the seconds between tokens, for gaps that overlap [start, end]."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return [after - before for before, after in pairs if before < end and after > start]
 
 
 def request(server: Server, prompt: Sequence[int], max_tokens: int) -> dict[str, object]:
-    """The body of a completion of exactly so many tokens."""
+    """Returns the body of a completion request with exactly `max_tokens` tokens."""
     return {
         "model": server.model,
         "prompt": list(prompt),
@@ -89,23 +89,23 @@ def _post(server: Server, body: dict[str, object]) -> http.client.HTTPResponse:
 
 
 def answer(server: Server, body: dict[str, object]) -> dict:
-    """The reply to a completion."""
+    """Returns the reply to a completion request."""
     with _post(server, body) as reply:
         return json.load(reply)
 
 
 def metric(server: Server, name: str) -> float:
-    """A counter of its /metrics."""
+    """Returns a counter from the server's /metrics."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as reply:
         return counter(reply.read().decode(), f"vllm:{name}_total")
 
 
 @dataclass
 class Window:
-    """What was seen in one kind of time."""
+    """Measurements in time windows of one kind."""
 
-    gaps: list[float] = field(default_factory=list)  # seconds, of all streams
-    seconds: list[float] = field(default_factory=list)  # how long each was
+    gaps: list[float] = field(default_factory=list)  # seconds, over all streams
+    seconds: list[float] = field(default_factory=list)  # length of each window
 
     def note(self, streams: Sequence[Stream], start: float, end: float) -> None:
         for stream in streams:
@@ -113,14 +113,14 @@ class Window:
         self.seconds.append(end - start)
 
 
-#: In the order of the table.
+#: In table order.
 ALONE = "no prompt"
 ONE = "one server does both"
 PREFILLING, PULLING = "apart: P prefills", "apart: D pulls"
 
 
 class Apart:
-    """Streams on D, while prompts come in two ways in turn."""
+    """Measures streams on a decode server while prompts arrive, prefilled in two ways by turns."""
 
     def __init__(self, prefill: Server, decode: Server, num_streams: int) -> None:
         self._prefill = prefill
@@ -131,19 +131,19 @@ class Apart:
         self._wanted = 0
 
     def round(self, number: int, prompts: Sequence[Sequence[int]], alone_tokens: int) -> None:
-        """The ways in turn, which is first taking turns, too.
+        """Runs each way once; which is first alternates.
 
         Args:
-            number: of the round.
+            number: the round's number.
             prompts: two, new to both servers, equally long.
-            alone_tokens: of the streams before the first prompt.
+            alone_tokens: tokens each stream gets before the first prompt.
         """
         with ExitStack() as stack:
             starts = [
                 [7 + number, 11 + place, *range(20, 20 + _STREAM_PROMPT - 2)]
                 for place in range(self._num_streams)
             ]
-            longest = 20 * len(prompts[0]) + 1000  # ended by hand
+            longest = 20 * len(prompts[0]) + 1000  # stopped explicitly
             room = min(longest, 8000 - _STREAM_PROMPT)
             streams = [stack.enter_context(Stream(self._decode, s, room)) for s in starts]
             for stream in streams:
@@ -182,13 +182,13 @@ class Apart:
     def _await_and_note(
         self, streams: Sequence[Stream], name: str, start: float, end: float
     ) -> None:
-        for stream in streams:  # so that the gap that is open at the end is seen whole
+        for stream in streams:  # so that a gap still open at the end is included
             with suppress(RuntimeError):
                 stream.await_tokens(2)
         self._windows[name].note(streams, start, end)
 
     def metrics(self) -> dict[str, object]:
-        """As JSON has them: gaps in milliseconds, ratios of 99th percentiles, seconds."""
+        """Returns results for JSON: gaps in milliseconds, ratios of 99th percentiles, seconds."""
         windows = {name: window for name, window in self._windows.items() if window.gaps}
         gaps = {name: Gaps.of(window.gaps) for name, window in windows.items()}
         apart = [*self._windows[PREFILLING].gaps, *self._windows[PULLING].gaps]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt alone and beside a stream, on engines that take turns."""
+"""Times a prompt alone and beside a stream, on engines that take turns."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MOST_STREAMED = 4000  # tokens of the stream, more than there are steps
 
 @dataclass
 class Runs:
-    """What one engine took; times in seconds."""
+    """Times of one engine in seconds."""
 
-    idle: list[float] = field(default_factory=list)  # between the stream's tokens
-    beside: list[float] = field(default_factory=list)  # the same while a prompt is computed
-    alone_rates: list[float] = field(default_factory=list)  # tokens a second, of each prompt
+    idle: list[float] = field(default_factory=list)  # between tokens of the stream alone
+    beside: list[float] = field(default_factory=list)  # between tokens while a prompt is computed
+    alone_rates: list[float] = field(default_factory=list)  # prompt tokens per second, per prompt
     beside_rates: list[float] = field(default_factory=list)
 
     def measure(self, engine: Engine, prompts: Prompts, length: int, idle_tokens: int) -> None:
-        """Adds a run with texts that the engine does not know."""
+        """Adds a run with prompts that are new to the engine."""
         engine.settle()
         engine.forget()
         self.alone_rates.append(length / engine.first_token(prompts.new(length)).seconds)
@@ -52,14 +52,14 @@ class Result:
     beside_p50_ms: float
     beside_p99_ms: float
     p99_ratio: float
-    steps: float  # that a prompt took beside the stream
+    steps: float  # steps that a prompt took beside the stream
     alone_tokens_per_s: float
     beside_tokens_per_s: float
     rate_ratio: float
 
     @staticmethod
     def of(runs: Runs) -> Result:
-        """Percentiles of all gaps; medians of rates."""
+        """Computes percentiles of all gaps, and medians of rates."""
         idle, beside = Gaps.of(runs.idle), Gaps.of(runs.beside)
         rates = statistics.median(runs.alone_rates), statistics.median(runs.beside_rates)
         return Result(
@@ -91,7 +91,7 @@ HEADERS = (
 def compare(
     engines: Mapping[str, Engine], prompts: Prompts, length: int, repeats: int, idle_tokens: int
 ) -> dict[str, Result]:
-    """Results by engine, which take turns at being first."""
+    """Returns results by engine; which engine is first alternates."""
     runs = {name: Runs() for name in engines}
     for engine in engines.values():
         engine.first_token(prompts.new(length // 8))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on two hosts, by layers or by heads: bytes across the link, and how long ranks wait.
+"""Measures link bytes and waiting time of a model on two hosts, pipeline or tensor parallel.
 
-Hosts are network namespaces; bytes are those of the second one's cable, to which no client talks.
-Each host has one processor, so that an engine on one of them computes no faster than a rank.
+Hosts are network namespaces. Bytes are counted on the second host's cable, which no client uses.
+Each host has one processor, so an engine on one of them computes no faster than a rank.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from _shared import note, on_core
 from _toy_model import VOCABULARY, Toy
 
 PORT, MASTER = 8000, 29501
-_START_S = 900.0  # each rank imports vLLM, and a busy machine takes minutes for that
+_START_S = 900.0  # each rank imports vLLM, which takes minutes on a busy machine
 _IDLE_S = 4.0
-SHORT, LONG = 128, 896  # tokens of prompts, each read in one step
-FEW, MANY = 20, 120  # tokens of answers
+SHORT, LONG = 128, 896  # prompt tokens, each prompt one step
+FEW, MANY = 20, 120  # output tokens
 RATE = "1gbit"
 TOY = Toy(hidden=1024, layers=4, heads=8, kv_heads=4)
-_FLOAT = 4  # bytes of a hidden state's number; the CPU device serves float32
-#: Bytes across the link for a row, by layers: its hidden states go on to the second rank.
+_FLOAT = 4  # bytes of a hidden state's element; the CPU device serves float32
+#: Pipeline parallel: bytes per token, whose hidden states go to the second rank.
 LAYERS_BYTES = TOY.hidden * _FLOAT
-#: By heads: two all-reduces a layer, which send each number 2 (n - 1) / n times around a ring of n
-#: ranks (Patarasuk and Yuan 2009), so once around one of two.
+#: Tensor parallel: two all-reduces per layer, each sending an element 2 (n - 1) / n times around a
+#: ring of n ranks (Patarasuk and Yuan 2009), so once for two.
 HEADS_BYTES = 2 * TOY.layers * TOY.hidden * _FLOAT
 
 
 class Ranks:
-    """An engine on several hosts, or on one, asked through the first."""
+    """An engine on one or several hosts, queried through the first."""
 
     def __init__(self, hosts: Sequence[Any], model: str) -> None:
         self.hosts = hosts
@@ -49,7 +49,7 @@ class Ranks:
         self._rng = np.random.default_rng(0)
 
     def ask(self, tokens: int, max_tokens: int) -> float:
-        """Seconds of a request whose prompt is new."""
+        """Returns the seconds of a request with a new prompt."""
         prompt = self._rng.integers(2, VOCABULARY, tokens).tolist()
         body = {"model": self._model, "prompt": prompt, "max_tokens": max_tokens}
         data = json.dumps(body | {"temperature": 0, "ignore_eos": True}).encode()
@@ -68,13 +68,13 @@ class Ranks:
             return False
 
     def bytes_of(self, tokens: int, max_tokens: int, idle: tuple[float, float]) -> np.ndarray:
-        """Bytes that the second host got and sent for a request, less what goes when idle."""
+        """Returns the second host's traffic in bytes for a request, less idle traffic."""
         before = self._bytes()
         seconds = self.ask(tokens, max_tokens)
         return self._bytes() - before - np.array(idle) * seconds
 
     def idle_rate(self) -> tuple[float, float]:
-        """Bytes a second that the second host gets and sends while nothing is asked."""
+        """Returns the second host's idle traffic in bytes per second, received and sent."""
         before = self._bytes()
         time.sleep(_IDLE_S)
         got, sent = (self._bytes() - before) / _IDLE_S
@@ -85,7 +85,7 @@ class Ranks:
         return np.array([second.received_bytes, second.sent_bytes], float)
 
     def seconds_a_token(self, streams: int) -> float:
-        """Time over tokens of streams that begin one after another, so that each has its batch."""
+        """Returns seconds per token of staggered streams, each of which forms its own batch."""
         with ThreadPoolExecutor(streams) as threads:
             started = time.perf_counter()
             asked = []
@@ -101,10 +101,10 @@ class Ranks:
 def ranks(
     hosts: Sequence[Any], model: str, options: Sequence[str], folder: Path
 ) -> Iterator[Ranks]:
-    """Runs one engine, a rank a host, until the block ends.
+    """Runs one engine with a rank per host until the block ends.
 
     Raises:
-        ServerError: it did not start; the message has what it said.
+        ServerError: the engine did not start; the message has its output.
     """
     common = [*VLLM, "serve", model, "--max-model-len", str(TOY.longest)]
     common += ["--max-num-batched-tokens", "1024", "--kv-cache-memory-bytes", str(64 << 20)]
@@ -142,18 +142,18 @@ def ranks(
 
 @dataclass(frozen=True)
 class Crossing:
-    """Bytes across the link, as counted and as reckoned."""
+    """Bytes across the link, measured and estimated."""
 
-    got_a_row: float  # by the second host
+    got_a_row: float  # received by the second host
     sent_a_row: float
-    reckoned: float  # the least that one of the two has to be
-    got_a_step: float  # besides rows: what the scheduler says, and what comes back
+    reckoned: float  # estimated lower bound of the larger of the two
+    got_a_step: float  # besides tokens: scheduler output, and the reply
     sent_a_step: float
-    idle: float  # a second, both ways
+    idle: float  # bytes per second, both directions
 
 
 def crossing(engine: Ranks, reckoned: float) -> Crossing:
-    """Counts bytes of prompts and of answers of two lengths; differences leave out the rest."""
+    """Measures bytes of prompts and answers of two lengths; differences remove constant parts."""
     engine.ask(LONG, 4)
     engine.ask(SHORT, 4)
     idle = engine.idle_rate()
@@ -168,39 +168,39 @@ def crossing(engine: Ranks, reckoned: float) -> Crossing:
 
 @dataclass(frozen=True)
 class Waiting:
-    """How long two ranks wait at so many streams."""
+    """Waiting time of two ranks for a number of streams."""
 
     streams: int
-    alone: float  # seconds a token of one engine, at as many streams as a batch of theirs has
-    seconds: float  # of theirs, a token
-    beside: float  # that a step takes of both ranks, beside what one engine's takes
+    alone: float  # seconds per token of one engine with one batch's share of the streams
+    seconds: float  # seconds per token of the ranks
+    beside: float  # extra time per step of both ranks, over a step of one engine
 
     @property
     def batches(self) -> int:
-        """That are on their way at once; vLLM has no more of them than ranks."""
+        """Batches in flight; vLLM has at most one per rank."""
         return min(self.streams, 2)
 
     @property
     def measured(self) -> float:
-        """Share of the ranks' time in which they do none of one engine's work."""
+        """Share of the ranks' time that is not one engine's work."""
         return 1 - self.alone / (2 * self.seconds)
 
     @property
     def reckoned(self) -> float:
-        """The same where a step takes as long as one engine's, in two equal parts."""
+        """Expected share if a step takes as long as one engine's, in two equal parts."""
         return max(0.0, 1 - self.batches / 2)
 
     @property
     def reckoned_with_more(self) -> float:
-        """The same with what a step takes besides, which is that of one stream."""
+        """Like `reckoned`, plus the extra time per step, taken from one stream."""
         return 1 - self.batches * self.alone / (2 * (self.alone + self.beside))
 
 
 def by_layers(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
-    """Two ranks by layers, beside one engine on one host.
+    """Compares two pipeline parallel ranks with one engine on one host.
 
     Raises:
-        ServerError: one did not start.
+        ServerError: an engine did not start.
     """
     model = TOY.write(folder / "layers")
     note("one engine on one host")
@@ -231,16 +231,16 @@ def by_layers(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
 
 
 def _seconds_a_token(engine: Ranks, streams: Sequence[int]) -> dict[int, float]:
-    """The least of three, by how many streams there are."""
+    """Returns the best of three times per number of streams."""
     engine.ask(16, 4)
     return {n: min(engine.seconds_a_token(n) for _ in range(3)) for n in streams}
 
 
 def by_heads(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
-    """Two ranks by heads.
+    """Measures two tensor parallel ranks.
 
     Raises:
-        ServerError: one did not start.
+        ServerError: an engine did not start.
     """
     model = TOY.write(folder / "heads")
     note("two ranks by heads")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas behind a round robin: what of prompts is cached, and requests a second."""
+"""Measures cached prompt tokens and requests per second of replicas behind a round robin."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from _toy_model import VOCABULARY, Toy
 
 PREFIXES, PREFIX_TOKENS, OWN_TOKENS, ANSWER = 8, 512, 32, 4
 _START_S = 900.0  # two cores and several servers
-_CLIENTS = 4  # at once, of each replica
+_CLIENTS = 4  # concurrent requests per replica
 _REPEATS = 3
 TOY = Toy()
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Cached shares of a trace's prompt tokens; `seconds` of all requests, one after another."""
+    """Cached shares of a trace's prompt tokens; `seconds`: all requests, one after another."""
 
     replicas: int
     shared: bool
@@ -36,16 +36,16 @@ class Shares:
     expected: float
     pulled_tokens: float
     seconds: float
-    tokens: list[list[int]]  # of the answers
+    tokens: list[list[int]]  # of each answer
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What servers did. Rates are requests a second, medians; None: there is one server."""
+    """Results by servers; rates are median requests per second, None for a single server."""
 
     shares: Shares
-    rate_of_first: float | None  # asked alone, in turns with all
-    rate: float | None  # of all
+    rate_of_first: float | None  # the first server alone, alternating with all
+    rate: float | None  # all servers
 
 
 def _connector(listen: str, peers: Sequence[str]) -> list[str]:
@@ -56,10 +56,10 @@ def _connector(listen: str, peers: Sequence[str]) -> list[str]:
 
 @contextmanager
 def replicas(model: str, number: int, shared: bool, folder: Path) -> Iterator[list[Server]]:
-    """Servers of a model, each on a processor of its own as far as there are so many.
+    """Runs replicas of a model, each on its own processor while there are enough.
 
     Raises:
-        ServerError: one did not start.
+        ServerError: a server did not start.
     """
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(number)]
     requests = PREFIXES * 12
@@ -79,7 +79,7 @@ def replicas(model: str, number: int, shared: bool, folder: Path) -> Iterator[li
 
 
 def _ask(server: Server, prompt: Sequence[int], max_tokens: int = ANSWER) -> tuple[list[int], int]:
-    """The answer's tokens, and how many of the prompt's were cached."""
+    """Returns the answer's tokens and the number of cached prompt tokens."""
     body = {"model": server.model, "prompt": list(prompt), "max_tokens": max_tokens}
     body |= {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
     reply = json.loads(server.post("/v1/completions", body, timeout=600))
@@ -88,7 +88,7 @@ def _ask(server: Server, prompt: Sequence[int], max_tokens: int = ANSWER) -> tup
 
 
 def _pulled(server: Server) -> float:
-    """Prompt tokens that came from a peer."""
+    """Returns the prompt tokens pulled from peers."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as reply:
         lines = reply.read().decode().splitlines()
     name = "vllm:prompt_tokens_cached_by_source_total"
@@ -96,7 +96,7 @@ def _pulled(server: Server) -> float:
 
 
 def cached(servers: Sequence[Server], trace: Trace, shared: bool) -> Shares:
-    """Asks a trace in turns, one request after another."""
+    """Sends a trace round robin, one request after another."""
     number, found, tokens = len(servers), 0, []
     started = time.perf_counter()
     for index, prompt in enumerate(trace.prompts):
@@ -111,7 +111,7 @@ def cached(servers: Sequence[Server], trace: Trace, shared: bool) -> Shares:
 
 
 def requests_a_second(servers: Sequence[Server], trace: Trace) -> float:
-    """All of a trace at once, in turns, a few at each server at a time."""
+    """Sends a whole trace round robin, with a few concurrent requests per server."""
     places = [servers[index % len(servers)] for index in range(len(trace.prompts))]
     with ThreadPoolExecutor(_CLIENTS * len(servers)) as threads:
         started = time.perf_counter()
@@ -120,15 +120,15 @@ def requests_a_second(servers: Sequence[Server], trace: Trace) -> float:
 
 
 def trace_of(replicas: int, seed: int) -> Trace:
-    """Of eight prefixes, each asked 1.5 times for each replica."""
+    """Makes a trace of eight prefixes, each used 1.5 times per replica."""
     asked = max(2, 3 * replicas // 2)
     return Trace.of(PREFIXES, asked, PREFIX_TOKENS, OWN_TOKENS, VOCABULARY, seed)
 
 
 def measure(counts: Sequence[int], folder: Path) -> Iterator[dict[str, object]]:
-    """Asks a trace for each number of replicas: of one engine, of servers apart, of sharing ones.
+    """Measures a trace for one engine, separate replicas and sharing replicas, by number.
 
-    What does not start is left out, with the reason.
+    Skips configurations that do not start, with the reason.
     """
     model = TOY.write(folder / "replicas")
     for number in counts:
@@ -160,7 +160,7 @@ def _measured(model: str, number: int, count: int, shared: bool, folder: Path) -
 
 
 def rows(kept: Mapping[str, Measured]) -> Iterator[dict[str, object]]:
-    """A row for each kind of servers; None stands where there is nothing to compare with."""
+    """Yields a table row for each configuration; None where there is nothing to compare with."""
     one = kept["one engine"].shares if "one engine" in kept else None
     for name, measured in kept.items():
         each, rate_of_first, rate = measured.shares, measured.rate_of_first, measured.rate

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that share prefixes, who gets which, and what of them is cached by arithmetic."""
+"""Makes traces of requests with shared prefixes, and calculates their cached share."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Trace:
-    """Prompts in the order in which they are asked, each after the one before was answered."""
+    """Prompts in the order they are sent, each after the previous answer."""
 
-    prompts: Sequence[Sequence[int]]  # of token ids
-    prefixes: Sequence[int]  # of each, which beginning it has
+    prompts: Sequence[Sequence[int]]  # token ids
+    prefixes: Sequence[int]  # the prefix of each prompt
     prefix_tokens: int
 
     @staticmethod
     def of(
         prefixes: int, asked: int, prefix_tokens: int, own_tokens: int, vocabulary: int, seed: int
     ) -> Trace:
-        """Each prefix as often, one after another, each time with an end of its own.
+        """Makes a trace that uses each prefix equally often, each time with a new suffix.
 
         Args:
-            prefixes: how many.
-            asked: how often each.
-            prefix_tokens, own_tokens: of each prompt; the first in full blocks.
-            vocabulary: token ids are below it.
-            seed: of the tokens.
+            prefixes: number of prefixes.
+            asked: uses of each.
+            prefix_tokens, own_tokens: lengths in each prompt; the prefix is in full blocks.
+            vocabulary: upper bound of token ids.
+            seed: seed of the tokens.
         """
         rng = np.random.default_rng(seed)
         heads = rng.integers(2, vocabulary, (prefixes, prefix_tokens)).tolist()
@@ -38,11 +38,11 @@ class Trace:
         return Trace(prompts, which, prefix_tokens)
 
     def cached_share(self, replicas: int, shared: bool) -> float:
-        """Share of prompt tokens that are found, by round robin, in pools that hold all.
+        """Returns the share of prompt tokens found with round robin and unlimited pools.
 
         Args:
-            replicas: how many servers there are.
-            shared: whether one finds what another has.
+            replicas: number of servers.
+            shared: whether servers find each other's blocks.
         """
         known: list[set[int]] = [set() for _ in range(replicas)]
         found = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in this process, driven step by step, with a prefix cache on disk or without."""
+"""Drives an engine in this process step by step, with or without a disk prefix cache."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm import LLM, SamplingParams
 from vllm.v1.request import RequestStatus
 
 TOY_VOCABULARY = 256
-#: What a long context costs without much to compute: attention over 32,000 tokens takes half a
+#: A long context without much compute: attention over 32,000 tokens takes half a
 #: minute on two cores.
 TOY = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,11 +45,11 @@ TOY = {
     "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
-_POLL_S = 0.001  # as vLLM's server waits where a step computes nothing
+_POLL_S = 0.001  # how long vLLM's server waits after a step without work
 
 
 def write_toy(folder: Path) -> str:
-    """A model folder with random weights; its path."""
+    """Writes a model folder with random weights; returns its path."""
     from mlx_lm.models import llama
 
     mx.random.seed(0)
@@ -63,16 +63,16 @@ def write_toy(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """The first token of a request."""
+    """Metrics of a request's first token."""
 
     seconds: float  # since the request was added
-    cpu_seconds: float  # of all threads of the process
-    cached_tokens: int  # of its prompt, found in memory or on disk
-    disk_tokens: int  # of those, found on disk
+    cpu_seconds: float  # all threads of the process
+    cached_tokens: int  # prompt tokens found in memory or on disk
+    disk_tokens: int  # those found on disk
 
 
 class Engine:
-    """One engine; times are of the wall clock."""
+    """One engine; times are wall-clock."""
 
     def __init__(
         self,
@@ -85,12 +85,12 @@ class Engine:
     ) -> None:
         """
         Args:
-            model: folder.
-            context: tokens, at most, of a request.
-            pool_bytes: of the KV cache in memory.
-            disk: folder of the prefix cache on disk; None: there is none.
-            max_step_ms: of --additional-config; None: chunks beside streams are as long as others.
-            prefix_caching: whether the cache in memory is on.
+            model: model folder.
+            context: maximum tokens of a request.
+            pool_bytes: size of the KV cache in memory.
+            disk: folder of the disk prefix cache; None: no disk cache.
+            max_step_ms: --additional-config max_step_ms; None: no limit for chunks beside streams.
+            prefix_caching: enables the prefix cache in memory.
         """
         on_disk = {
             "prefix_cache_dir": str(disk),
@@ -116,7 +116,7 @@ class Engine:
         self._core.step_fn = _pausing(self._core.step_fn, self._scheduler.has_requests)
 
     def add(self, prompt: Sequence[int], max_tokens: int = 1) -> str:
-        """Sends a request; its id."""
+        """Adds a request; returns its id."""
         name = f"{next(self._numbers)}"
         params = SamplingParams(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
@@ -125,24 +125,24 @@ class Engine:
         return name
 
     def step(self) -> dict[str, int]:
-        """By request id how many tokens it has now, of those that got one."""
+        """Runs a step; maps ids of requests with new tokens to their token counts."""
         return {
             output.request_id: len(output.outputs[0].token_ids) for output in self._engine.step()
         }
 
     def is_loading(self, name: str) -> bool:
-        """Whether pages of a request are on their way from the disk."""
+        """Returns whether pages of the request are being loaded from disk."""
         for request_id, request in self._scheduler.requests.items():
             if request_id.split("-")[0] == name:
                 return request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         return False
 
     def first_token(self, prompt: Sequence[int]) -> Answer:
-        """Sends a request alone, and waits for its answer of one token."""
+        """Runs a request alone; returns metrics of its single token."""
         return self.complete(prompt, 1)[0]
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> tuple[Answer, list[int]]:
-        """Sends a request alone, and waits for its answer: its first token, and all of them."""
+        """Runs a request alone; returns metrics of its first token, and all tokens."""
         on_disk = self.counter("external_prefix_cache_hits")
         started, cpu = time.perf_counter(), time.process_time()
         self.add(prompt, max_tokens)
@@ -157,21 +157,21 @@ class Engine:
         return Answer(seconds, cpu, found, on_disk), list(outputs[0].outputs[0].token_ids)
 
     def settle(self) -> None:
-        """Steps until all that is to be written is on disk."""
+        """Steps until all pending pages are on disk."""
         while self._scheduler.has_requests():
             self._engine.step()
 
     def stop(self, name: str) -> None:
-        """Ends a request."""
+        """Aborts a request."""
         self._engine.abort_request([name])
         self.settle()
 
     def forget(self) -> None:
-        """Empties the cache in memory, not the one on disk; nothing may be running."""
+        """Clears the prefix cache in memory, but not on disk; no request may be running."""
         assert self._llm.reset_prefix_cache()
 
     def counter(self, name: str) -> float:
-        """A counter of /metrics; of the newest engine of the process."""
+        """Returns a /metrics counter of the process's newest engine."""
         return sum(
             sample.value
             for metric in REGISTRY.collect()
@@ -183,7 +183,7 @@ class Engine:
 def _pausing(
     step: Callable[[], tuple[object, bool]], busy: Callable[[], bool]
 ) -> Callable[[], tuple[object, bool]]:
-    """A step as vLLM's server takes it; driven in process, an engine with nothing to do spins."""
+    """Wraps a step to wait as vLLM's server does; an idle in-process engine would spin."""
 
     def paused() -> tuple[object, bool]:
         outputs, computed = step()

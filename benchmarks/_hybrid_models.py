@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hybrid, a dense model of like shape, and a tiny one that drafts, of random weights."""
+"""Writes a hybrid, a similar dense model and a tiny draft model, with random weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COMMON = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
-#: config.json by model: Qwen3-Next's layers with dense MLPs, Qwen3's, and Llama's.
+#: Maps models to config.json: Qwen3-Next's layers with dense MLPs, Qwen3's, and Llama's.
 MODELS = {
     "hybrid": _COMMON
     | {
@@ -65,7 +65,7 @@ MODELS = {
 
 
 def write_model(name: str, folder: Path) -> int:
-    """Writes a model folder with random weights; the number of its parameters."""
+    """Writes a model folder with random weights; returns the number of parameters."""
     config = MODELS[name]
     family = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     mx.random.seed(0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes a second of the page store's own reads and writes, beside those of plain files.
+"""Compares read and write rates of the page store with those of plain files.
 
 Both move the same bytes between the same memory and as many files of the same size, with as many
 threads, and both leave it to the system when bytes reach the disk. "Flushed" adds an fsync of each
@@ -31,27 +31,27 @@ from vllm_metal.kv_transfer.load_jobs import NUM_READERS, PIECE_BYTES
 
 _FINGERPRINT = "00" * 16
 _NAMESPACE = "shared"
-#: Memory that pages come from and go to: as much as the store has for either.
+#: Memory for pages: the store's own size for each direction.
 _STAGED_BYTES = 64 << 20
-#: Plain reads and writes of a file that is not small, bytes of a call.
+#: Bytes per call of plain reads and writes of large files.
 _CALL_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class PageShape:
-    """What a page consists of: `count` parts of equal shape, float32."""
+    """The `count` equal float32 parts of a page."""
 
     count: int
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Of a page."""
+        """Bytes of a page."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def parts(self) -> list[PagePart]:
-        """As of a pool."""
+        """Parts as a pool has them."""
         nbytes = math.prod(self.shape) * mx.float32.size
         return [PagePart(self.shape, mx.float32, nbytes)] * self.count
 
@@ -69,21 +69,21 @@ class Rates:
     what: str
     page_bytes: int
     store: float
-    raw: float  # files of a page each
+    raw: float  # one file per page
     raw_one_file: float
-    ratio: float  # store over raw
+    ratio: float  # store / raw
 
 
 class FileBench:
-    """The store and plain files, side by side in one folder."""
+    """Measures the store and plain files alternately in one folder."""
 
     def __init__(self, folder: Path, page: PageShape, total_bytes: int, repeats: int) -> None:
         """
         Args:
-            folder: empty.
-            page: what is written.
-            total_bytes: in each turn.
-            repeats: turns.
+            folder: an empty folder.
+            page: the pages to write.
+            total_bytes: bytes per turn.
+            repeats: number of turns.
         """
         self._page = page
         self._plain = folder / "plain"
@@ -106,7 +106,7 @@ class FileBench:
         self._ring = memoryview(bytearray(os.urandom(1 << 20) * (_STAGED_BYTES >> 20)))
 
     def run(self) -> list[Rates]:
-        """All figures."""
+        """Runs all measurements."""
         took: dict[str, list[tuple[float, float, float]]] = {}
 
         def note(what: str, *ways: Callable[[], float]) -> None:
@@ -163,7 +163,7 @@ class FileBench:
         return self._ring[start : start + size]
 
     def _store(self) -> float:
-        """As the store's thread writes lots: numbers are checked, too."""
+        """Writes batches as the store's thread does, including checksums."""
         started = time.perf_counter()
         for first in range(0, len(self._keys), self._per_piece):
             last = min(first + self._per_piece, len(self._keys))
@@ -199,7 +199,7 @@ class FileBench:
             left, number = left - size, number + 1
 
     def _load(self) -> float:
-        """As the readers do: each thread reads pieces of several pages."""
+        """Reads as the store's readers do: each thread reads parts of several pages."""
 
         def read(first: int) -> bool:
             keys = self._keys[first : first + self._per_piece]
@@ -236,7 +236,7 @@ class FileBench:
         return time.perf_counter() - started
 
     def _drop(self) -> None:
-        """Takes all files out of the page cache; they are flushed."""
+        """Drops all (flushed) files from the page cache."""
         for path in [*self._paths(), *self._plain_paths(), self._one]:
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -261,7 +261,7 @@ def _write(path: Path, calls: Iterable[memoryview]) -> None:
 
 
 def _read(path: Path, offset: int, view: memoryview) -> int:
-    """Bytes that were read: all that fit, or that there are."""
+    """Reads into the view until it is full or the file ends; returns the bytes read."""
     descriptor = os.open(path, os.O_RDONLY)
     done = 0
     while done < len(view) and (got := os.preadv(descriptor, [view[done:]], offset + done)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time between the tokens of a stream while pages move beside it."""
+"""Measures time between a stream's tokens while pages are loaded or written."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Gaps:
 
 
 class Stream:
-    """A request that decodes as long as it is wanted."""
+    """A request that decodes until it is stopped."""
 
     def __init__(self, engine: Engine, prompt: Sequence[int], max_tokens: int) -> None:
         self._engine = engine
@@ -47,12 +47,12 @@ class Stream:
         self.tokens(_WARM_STEPS, [])
 
     def tokens(self, number: int, gaps: list[float]) -> None:
-        """Waits for so many tokens, and adds the seconds before each to `gaps`."""
+        """Waits for `number` tokens, and appends the seconds before each to `gaps`."""
         for _ in range(number):
             self.token(gaps)
 
     def token(self, gaps: list[float]) -> set[str]:
-        """Waits for a token; the other requests that got one meanwhile."""
+        """Waits for a token; returns other requests that got one meanwhile."""
         others: set[str] = set()
         while True:
             got = set(self._engine.step())
@@ -65,20 +65,20 @@ class Stream:
         return others - {self._name}
 
     def stop(self) -> None:
-        """Ends it."""
+        """Stops the request."""
         self._engine.stop(self._name)
 
 
 def beside_loads(
     engine: Engine, prompts: Sequence[Sequence[int]], rounds: int, alone_tokens: int
 ) -> dict[str, object]:
-    """A stream alone and beside loads, in turn: each long prompt is loaded once a round.
+    """Alternates a stream alone and beside loads; each round loads every long prompt once.
 
     Args:
-        engine: with room in memory for all at once.
-        prompts: on disk, whole.
-        rounds: how often.
-        alone_tokens: of the stream, between two loads.
+        engine: must have room in memory for all prompts at once.
+        prompts: prompts that are completely on disk.
+        rounds: number of rounds.
+        alone_tokens: tokens of the stream between two loads.
 
     Returns:
         Gaps: alone; while pages come in; and until the prompt is answered, which adds a step that
@@ -99,7 +99,7 @@ def beside_loads(
             while name not in others:
                 gap: list[float] = []
                 others = stream.token(gap)
-                # The step that finds all pages there computes the prompt's last tokens, too.
+                # The step that finds all pages loaded also computes the prompt's last tokens.
                 (loading if engine.is_loading(name) else answering).extend(gap)
         stream.stop()
     hits = engine.counter("external_prefix_cache_hits") - hits
@@ -118,7 +118,7 @@ def beside_loads(
 
 @contextmanager
 def stuck_disk() -> Iterator[None]:
-    """A disk that takes nothing: each write waits, and fails in the end."""
+    """Makes every disk write wait and finally fail."""
     free = threading.Event()
     write = BlockFolder.write
 
@@ -137,16 +137,16 @@ def stuck_disk() -> Iterator[None]:
 def beside_stuck_disk(
     engine: Engine, prompts: Sequence[Sequence[int]], tokens: int
 ) -> dict[str, object]:
-    """A stream with the disk as it is, and with one that takes nothing, in turn.
+    """Alternates a stream with the normal disk and with one that accepts nothing.
 
     Args:
-        engine: any.
-        prompts: new to it; one fills the queue each time, best more than fits into the staging
+        engine: any engine.
+        prompts: new prompts; each fills the write queue, best with more than the staging
             memory.
-        tokens: of the stream, each time.
+        tokens: tokens of the stream each time.
 
     Returns:
-        Gaps of both, and ratios to those with the disk as it is.
+        Gaps of both, and ratios to the normal disk.
     """
     free: list[float] = []
     stuck: list[float] = []

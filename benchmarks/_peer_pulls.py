@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes a second of pages pulled from another process, beside a plain socket's.
+"""Compares the rate of pages pulled from another process with a plain socket's.
 
-Both move the same bytes over the loopback into the same memory, with as many connections. Pulls add
-what an engine's have: a message and a checksum for each page, made by the one side when it keeps
-the page and by the other as it receives it.
+Both move the same bytes over the loopback into the same memory, with equally many connections.
+Pulls also have an engine's messages and a checksum per page, computed when the source keeps the
+page and again when the receiver gets it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class PullRates:
 
 
 def measure_pulls(total_bytes: int, repeats: int) -> list[PullRates]:
-    """All figures.
+    """Runs all measurements.
 
     Args:
-        total_bytes: moved in each turn.
-        repeats: turns.
+        total_bytes: bytes per turn.
+        repeats: number of turns.
     """
     return [
         rates
@@ -60,7 +60,7 @@ def measure_pulls(total_bytes: int, repeats: int) -> list[PullRates]:
 
 def _of_pages(page_bytes: int, num_pages: int, repeats: int) -> Iterator[PullRates]:
     memory = bytearray(page_bytes * num_pages)
-    memory[:] = b"\1" * len(memory)  # so that no turn is the first to touch it
+    memory[:] = b"\1" * len(memory)  # touch it before the first turn
     whole = memoryview(memory)
     pages = [whole[n * page_bytes :][:page_bytes] for n in range(num_pages)]
     calls = [range(n, min(n + _PAGES_OF_A_CALL, num_pages)) for n in range(0, num_pages, 4)]
@@ -101,7 +101,7 @@ def _plainly(
     calls: Sequence[range],
     pages: Sequence[memoryview],
 ) -> None:
-    """The same bytes, each connection every so many calls."""
+    """Receives the same bytes over plain sockets; the connections share the calls."""
 
     def receive(place: int) -> None:
         sock = sockets[place]
@@ -126,7 +126,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @contextmanager
 def _source(page_bytes: int, num_pages: int) -> Iterator[tuple[int, int]]:
-    """The ports of another process with so many pages: for pulls, and plain."""
+    """Runs another process with these pages; yields its ports for pulls and for plain reads."""
     script = str(Path(_peer_source.__file__).resolve())
     process = subprocess.Popen(
         [sys.executable, script, str(page_bytes), str(num_pages)],

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process with pages: served to peers as an engine does, and by a plain socket.
+"""Serves pages to peers as an engine does, and by a plain socket.
 
-Prints both ports, and ends when its input does: `python _peer_source.py PAGE_BYTES PAGES`.
+Prints both ports, and exits at the end of its input: `python _peer_source.py PAGE_BYTES PAGES`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from vllm_metal.kv_transfer.peer.server import PageServer
 from vllm_metal.settings.address import Address
 
 LOOPBACK = "127.0.0.1"
-#: What the plain socket is asked for: the number of the first page, and how many.
+#: Request to the plain socket: number of the first page, and number of pages.
 REQUEST = struct.Struct("<II")
 
 
 def terms(page_bytes: int, engine_id: str) -> Terms:
-    """What both processes agree on."""
+    """Terms that both processes agree on."""
     return Terms(engine_id, "00" * 16, {}, (page_bytes,))
 
 
 def key(number: int) -> bytes:
-    """Of a page: 36 bytes, as vLLM's are."""
+    """Returns a page's key: 36 bytes, as in vLLM."""
     return number.to_bytes(36, "big")
 
 
 def serve_plainly(listener: socket.socket, pages: list[bytes]) -> None:
-    """Sends pages, one after another, to all who ask."""
+    """Sends the requested pages to each client, one after another."""
     while True:
         sock, _ = listener.accept()
         threading.Thread(target=_send, args=(sock, pages), daemon=True).start()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat that grows turn by turn, with a server that anybody's client could talk to."""
+"""Runs a growing chat over any server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ point home water room mother area money story fact month lot right study book
 class Turn:
     """One question and its answer."""
 
-    ttft_ms: float  # until the first piece of text came
-    seconds: float  # until the answer was complete
+    ttft_ms: float  # until the first text
+    seconds: float  # until the answer is complete
     prompt_tokens: int  # of the whole chat so far
-    cached_tokens: int  # of those, not computed again
+    cached_tokens: int  # prompt tokens that were not computed again
 
 
 def questions(number: int, words: int, seed: int) -> list[str]:
-    """What the user says, turn by turn; chats of different seeds share no beginning."""
+    """Returns the user's message of each turn; different seeds share no prefix."""
     rng, known = random.Random(seed), _WORDS.split()
     return [
         f"Question {seed}.{turn}: " + " ".join(rng.choices(known, k=words))
@@ -43,16 +43,16 @@ def questions(number: int, words: int, seed: int) -> list[str]:
 def chat(
     server: Server, says: Sequence[str], max_tokens: int, extra: Mapping[str, object]
 ) -> list[Turn]:
-    """A whole chat, with the server's own answers in it.
+    """Runs a chat with the server's own answers in its history.
 
     Args:
-        server: has OpenAI's chat completions.
+        server: a server with OpenAI's chat completions.
         says: the user's messages.
-        max_tokens: of an answer; it is cut off there.
-        extra: more of the request, such as what keeps the server from ending an answer earlier.
+        max_tokens: maximum tokens of an answer.
+        extra: more request fields, such as those that prevent early ends.
 
     Raises:
-        ServerError: it sent no text, or not how many tokens it counted.
+        ServerError: no text was sent, or the token counts are wrong.
     """
     messages: list[dict[str, str]] = []
     turns = []

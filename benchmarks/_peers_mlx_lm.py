@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that serves with mlx-lm: from Python, or by its own server."""
+"""Serves with mlx-lm in its own process, by its Python API or its server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_metal.device import blas
 from vllm_metal.settings import envs
 
 _on_cpu = envs.requested_device() == "cpu"
-# The same BLAS as this project's engine has; it comes before MLX.
+# The same BLAS as in this project's engine; must be loaded before MLX.
 _blas = blas.load() if _on_cpu else None
 
 import mlx.core as mx  # noqa: E402
@@ -30,29 +30,29 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 
 class MlxLmPeer:
-    """mlx-lm's own loops: `stream_generate` for one request, that of `batch_generate` for more."""
+    """mlx-lm's `stream_generate` for one request, and the loop of `batch_generate` for several."""
 
     def __init__(self, model: str, batch_options: dict[str, int]) -> None:
         """
         Args:
-            model: folder or name on the Hub.
-            batch_options: of `batch_generate`.
+            model: folder or Hub name.
+            batch_options: options of `batch_generate`.
         """
         from mlx_lm import load
 
         self._model, self._tokenizer = load(model)
-        self._tokenizer.eos_token_ids = []  # answers have the length that was asked for
+        self._tokenizer.eos_token_ids = []  # answers then have the requested length
         self._batch_options = batch_options
         self.about = {"blas": _blas, "device": str(mx.default_device())}
 
     def run(self, prompts: Sequence[list[int]], max_tokens: int, shared: int = 0) -> Run:
-        """Answers to requests that are sent at once.
+        """Answers requests that are sent at once.
 
         Args:
-            prompts: by request.
-            max_tokens: of an answer.
-            shared: so many first tokens, which all prompts share, were computed beforehand. Their
-                K/V are handed over with each prompt, for mlx-lm does not look for them itself.
+            prompts: one per request.
+            max_tokens: tokens of each answer.
+            shared: number of leading tokens shared by all prompts. Their K/V are computed
+                beforehand and passed with each prompt, since mlx-lm does not find them itself.
         """
         cache = self._computed(prompts[0][:shared]) if shared else None
         recorder = Recorder(len(prompts))
@@ -60,7 +60,7 @@ class MlxLmPeer:
             for reply in stream_generate(self._model, self._tokenizer, prompts[0], max_tokens):
                 recorder.note(0, [reply.token])
             return recorder.run()
-        # The loop of batch_generate, which says when all is done, but not when a token came.
+        # batch_generate's loop: the function itself does not report when a token was generated.
         generator = BatchGenerator(self._model, **self._batch_options)
         numbers = generator.insert(
             [prompt[shared:] for prompt in prompts],
@@ -82,13 +82,13 @@ class MlxLmPeer:
 
 
 class MlxLmServerPeer:
-    """mlx-lm's server, with a thread of its own in this process."""
+    """mlx-lm's server, in a thread of this process."""
 
     def __init__(self, model: str, port: int) -> None:
         """
         Args:
-            model: folder or name on the Hub.
-            port: where it listens, on the loopback.
+            model: folder or Hub name.
+            port: loopback port.
         """
         from mlx_lm import server
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in a process of its own, which answers commands over pipes.
+"""Runs an engine in its own process, which answers commands over pipes.
 
-A command is a line of JSON, {"do": METHOD, "with": ARGUMENTS}; so is its answer. Between commands
-the process is blocked on the pipe, so that it takes nothing from the engine whose turn it is.
+Commands and answers are lines of JSON; a command is {"do": METHOD, "with": ARGUMENTS}. Between
+commands the process blocks on the pipe, and takes no CPU time from the engine being measured.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _END_S = 20.0
 
 
 class PeerError(Exception):
-    """A peer did not do what was asked; the message says where its log is."""
+    """A peer failed; the message names its log."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Requests that were sent at once; times in seconds since then, by request."""
+    """Times of requests sent at once, in seconds since then, per request."""
 
-    first: list[float]  # until its first token
-    last: list[float]  # until its last one
+    first: list[float]  # until the first token
+    last: list[float]  # until the last token
     tokens: list[list[int]]
 
     @property
@@ -44,7 +44,7 @@ class Run:
 
 
 class Recorder:
-    """Notes when tokens came."""
+    """Records when tokens arrive."""
 
     def __init__(self, num_requests: int) -> None:
         self._started = time.perf_counter()
@@ -53,19 +53,19 @@ class Recorder:
         self._tokens: list[list[int]] = [[] for _ in range(num_requests)]
 
     def note(self, request: int, tokens: Sequence[int]) -> None:
-        """`tokens` of a request are here now."""
+        """Records the arrival of `tokens` for a request."""
         self._last[request] = time.perf_counter() - self._started
         if not self._tokens[request]:
             self._first[request] = self._last[request]
         self._tokens[request] += tokens
 
     def run(self) -> Run:
-        """What was noted."""
+        """Returns the recorded times."""
         return Run(self._first, self._last, self._tokens)
 
 
 class Peer:
-    """The side that asks."""
+    """The client side of a peer process."""
 
     def __init__(
         self,
@@ -78,9 +78,9 @@ class Peer:
         """Starts the process; `await_ready` waits for it.
 
         Args:
-            script: calls `answer_commands` with what takes `options`.
-            environment: variables that differ from this process's; None: not set.
-            log: file for all that the process prints.
+            script: calls `answer_commands` with a function that takes `options`.
+            environment: variables to change; None: unset.
+            log: file for the process's output.
         """
         self.name = name
         self.about: dict[str, object] = {}
@@ -93,32 +93,32 @@ class Peer:
                 stdout=subprocess.PIPE,
                 stderr=output,
                 text=True,
-                start_new_session=True,  # so that all it starts can be stopped as one group
+                start_new_session=True,  # so that the whole group can be stopped
                 env={name: value for name, value in variables.items() if value is not None},
             )
 
     def await_ready(self) -> None:
-        """Waits until the engine can serve; `about` then has what it says of itself.
+        """Waits until the engine can serve, and sets `about`.
 
         Raises:
-            PeerError: it could not start.
+            PeerError: the engine could not start.
         """
         self.about = self._answer()
 
     def ask(self, method: str, **arguments: object) -> Any:
-        """What the engine's method returns.
+        """Returns the result of the engine's method.
 
         Raises:
-            PeerError: it failed, or its process ended.
+            PeerError: the call failed, or the process ended.
         """
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # then there is no answer either, which says more
+        with suppress(BrokenPipeError):  # a missing answer then gives a clearer error
             self._process.stdin.write(json.dumps({"do": method, "with": arguments}) + "\n")
             self._process.stdin.flush()
         return self._answer()
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, **arguments: object) -> Run:
-        """The answers to requests of so many output tokens, which are all sent at once.
+        """Sends requests at once, with `max_tokens` output tokens each.
 
         Raises:
             PeerError: an answer has another length.
@@ -139,11 +139,11 @@ class Peer:
         return answer["result"]
 
     def cpu_seconds(self) -> float:
-        """CPU time of the process and of all that it started."""
+        """CPU time of the process and its descendants."""
         return cpu_seconds(self._process.pid)
 
     def close(self) -> None:
-        """Ends the process and all that it started."""
+        """Ends the process and its descendants."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -153,7 +153,7 @@ class Peer:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of all that it started."""
+    """Returns the CPU time of a process and its descendants."""
     total = 0.0
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -165,13 +165,13 @@ def cpu_seconds(pid: int) -> float:
 
 
 def answer_commands(make: Callable[..., object]) -> None:
-    """The side that answers: runs until its input ends.
+    """Answers commands until the input ends.
 
     Args:
-        make: takes the options and returns the engine, whose public methods are the commands. Its
-            attribute `about` is the first answer.
+        make: takes the options and returns the engine, with a public method per command. Its
+            attribute `about` is sent as the first answer.
     """
-    # What libraries print must not come between the answers.
+    # Keep libraries' output out of the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -181,7 +181,7 @@ def answer_commands(make: Callable[..., object]) -> None:
         except Exception as error:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.flush()  # an answer is behind what was printed before it
+        sys.stdout.flush()  # earlier output comes before the answer
         print(json.dumps(reply), file=answers, flush=True)
         return "result" in reply
 

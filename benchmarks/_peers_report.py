@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables and the plot of what peers.py measured."""
+"""Prints and plots the results of peers.py."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from _peers_turns import ONE, SHARED, UNRELATED, Figures, median
 from _shared import digits, table
 
 OURS_ON, OURS_OFF, MLX_LM_SERVER = "vllm-metal", "vllm-metal, no prefix cache", "mlx-lm server"
-CHAT_GOAL = 1.3  # the longest of later turns over the second one
+CHAT_GOAL = 1.3  # the slowest later turn relative to turn 2
 _TITLES = {SHARED: "shared prefix", UNRELATED: "unrelated", ONE: "one stream"}
 
 
 def report(found: dict) -> None:
-    """Prints what was found.
+    """Prints the results.
 
     Args:
-        found: as JSON has it; parts that were not measured are absent.
+        found: the results as in JSON; unmeasured parts are absent.
     """
     parts = [part for part in _TITLES if part in found]
     if parts:
@@ -52,12 +52,12 @@ def _median(runs: list[dict]) -> Figures:
 
 
 def chat_medians(chats: list[list[dict]], name: str) -> list[float]:
-    """A figure of each turn, the median over the chats."""
+    """Returns a metric per turn, the median over chats."""
     return [statistics.median(turn[name] for turn in turns) for turns in zip(*chats, strict=True)]
 
 
 def growth(ttft: list[float]) -> float:
-    """The longest time to first token of turn 3 and later, over that of turn 2."""
+    """Returns the longest time to first token from turn 3 on, relative to turn 2."""
     return max(ttft[2:]) / ttft[1]
 
 
@@ -89,7 +89,7 @@ def _report_chat(chats: dict[str, list[list[dict]]]) -> None:
 
 
 def plot(found: dict, target: Path) -> None:
-    """Throughput by part and peer, and time to first token by turn."""
+    """Plots throughput by part and peer, and time to first token by turn."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the peers are asked, in turn, and what is made of their answers."""
+"""Sends requests to peers in turn, and compares the results."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from _peers_process import Run
 
 OURS, MLX_LM, VLLM_CPU = "vllm-metal", "mlx-lm", "vLLM CPU"
 SHARED, UNRELATED, ONE = "shared", "unrelated", "one"
-#: States of a prefix cache; the last two are mlx-lm's.
+#: Prefix cache states; the last two are mlx-lm's.
 COLD, WARM, NONE, GIVEN = "cold", "warm", "no cache", "prefix given"
 _AGREED_TOKENS = 16
-# Ids of tokens that a random prompt is made of: all but the control tokens at the beginning.
+# Token ids for random prompts: all except the leading control tokens.
 _FIRST_TOKEN = 100
 _POLL_S = 0.25
 _IDLE_SHARE = 0.1  # of one core; systems count CPU time in steps of 0.01 s
@@ -27,7 +27,7 @@ Each = TypeVar("Each")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured; lengths in tokens, those of messages in words."""
+    """Sizes of the measurement; lengths in tokens, of messages in words."""
 
     streams: int = 16
     shared: int = 512
@@ -39,11 +39,11 @@ class Sizes:
     answer: int = 48
 
     def longest(self) -> int:
-        """Tokens of the longest request, without those of the chat."""
+        """Tokens of the longest request outside the chat."""
         return max(self.shared + self.own, self.unrelated) + max(self.output, _AGREED_TOKENS)
 
     def longest_chat(self) -> int:
-        """Tokens at the end of the chat, with room: a word has up to two, a template adds some."""
+        """Upper bound of the chat's tokens: two per word, plus the template."""
         return 256 + self.turns * (2 * self.message + self.answer + 32)
 
 
@@ -53,22 +53,22 @@ QUICK = Sizes(
 
 
 class Asked(Protocol):
-    """What a turn needs of a peer (`_peers_process.Peer`)."""
+    """The peer interface that a turn uses (`_peers_process.Peer`)."""
 
     name: str
 
     def run(self, prompts: Sequence[Sequence[int]], max_tokens: int, **arguments: object) -> Run:
-        """Answers to requests that are sent at once."""
+        """Answers requests that are sent at once."""
 
     def ask(self, method: str, **arguments: object) -> object:
-        """What the engine's method returns."""
+        """Returns the result of the engine's method."""
 
     def cpu_seconds(self) -> float:
         """CPU time of all its processes."""
 
 
 def prompts_of(part: str, sizes: Sizes, vocabulary: int, seed: int) -> list[list[int]]:
-    """The requests of a part; equal seeds make equal prompts."""
+    """Returns a part's prompts; equal seeds give equal prompts."""
     rng = np.random.default_rng(seed)
 
     def text(length: int) -> list[int]:
@@ -81,7 +81,7 @@ def prompts_of(part: str, sizes: Sizes, vocabulary: int, seed: int) -> list[list
 
 
 def turn(peer: Asked, part: str, prompts: list[list[int]], sizes: Sizes) -> dict[str, Run]:
-    """What a peer does while it is its turn, by the state of its prefix cache."""
+    """Runs a peer's turn; returns results by prefix cache state."""
     if peer.name == MLX_LM:
         runs = {NONE: peer.run(prompts, sizes.output)}
         if part == SHARED:
@@ -96,7 +96,7 @@ def turn(peer: Asked, part: str, prompts: list[list[int]], sizes: Sizes) -> dict
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run."""
+    """Metrics of one run."""
 
     tokens_per_s: float  # output tokens
     ttft_ms: float  # mean of the requests
@@ -104,7 +104,7 @@ class Figures:
 
     @classmethod
     def of(cls, run: Run) -> Figures:
-        """Figures of a run whose answers have two tokens or more."""
+        """Computes the metrics of a run whose answers have at least two tokens."""
         gaps = [
             (last - first) / (len(tokens) - 1)
             for first, last, tokens in zip(run.first, run.last, run.tokens, strict=True)
@@ -112,19 +112,19 @@ class Figures:
         return cls(run.throughput, 1e3 * statistics.mean(run.first), 1e3 * statistics.median(gaps))
 
 
-#: Of a part: by peer, by state, a figure of each repeat.
+#: Results of a part by peer and state, one per repeat.
 Measured = dict[str, dict[str, list[Figures]]]
 
 
 def median(runs: Sequence[Figures]) -> Figures:
-    """Each figure's median."""
+    """Returns the median of each metric."""
     return Figures(
         *(statistics.median(getattr(run, name) for run in runs) for name in Figures.__annotations__)
     )
 
 
 def in_turn(peers: Sequence[Each], repeats: int) -> Iterator[tuple[int, Each]]:
-    """A B C, B C A, C A B: every peer once a repeat, and first as often as the others."""
+    """Yields repeats in rotating order: A B C, B C A, C A B."""
     for repeat in range(repeats):
         first = repeat % len(peers)
         for peer in (*peers[first:], *peers[:first]):
@@ -132,9 +132,9 @@ def in_turn(peers: Sequence[Each], repeats: int) -> Iterator[tuple[int, Each]]:
 
 
 def await_idle(peers: Sequence[Asked]) -> None:
-    """Waits until no peer computes, or for ten seconds.
+    """Waits until no peer uses the CPU, for at most ten seconds.
 
-    vLLM's workers look out for another step for a second before they sleep.
+    vLLM's workers poll for another step for a second before they sleep.
     """
     for _ in range(round(10 / _POLL_S)):
         before = sum(peer.cpu_seconds() for peer in peers)
@@ -144,14 +144,14 @@ def await_idle(peers: Sequence[Asked]) -> None:
 
 
 class IdleMeter:
-    """CPU time that peers take while it is another one's turn."""
+    """Measures the CPU time that idle peers use during another peer's turn."""
 
     def __init__(self, peers: Sequence[Asked]) -> None:
         self._peers = peers
         self.share = 0.0  # of one core, in the worst turn
 
     def during(self, peer: Asked, do: Callable[[], dict[str, Run]]) -> dict[str, Run]:
-        """What `do` returns, which is `peer`'s turn."""
+        """Runs `do` as the turn of `peer`; returns its result."""
         others = [other for other in self._peers if other is not peer]
         started, before = time.perf_counter(), [other.cpu_seconds() for other in others]
         runs = do()
@@ -169,10 +169,10 @@ def measure(
     vocabulary: int,
     note: Callable[[str], None],
 ) -> tuple[Measured, float]:
-    """A part's figures, and the `IdleMeter`'s share.
+    """Returns a part's metrics, and the share of `IdleMeter`.
 
-    Before it, each peer answers requests of the same number and of half the length, so that no
-    figure has a first time in it.
+    Each peer first answers equally many requests of half the length, so that the measurement
+    includes no first-time work.
     """
     for peer in peers:
         warm = prompts_of(part, sizes, vocabulary, seed=1000)
@@ -190,9 +190,9 @@ def measure(
 
 
 def agreement(peers: Sequence[Asked], prompt: list[int]) -> dict[str, list[int]]:
-    """The first tokens of each peer's greedy answer: alone, beside another request, after a prefix.
+    """Returns the first tokens of each peer's greedy answer: alone, in a batch, after a prefix.
 
-    Where all is well, all values are equal.
+    All values should be equal.
     """
     half = len(prompt) // 2
     answers = {}
@@ -200,7 +200,7 @@ def agreement(peers: Sequence[Asked], prompt: list[int]) -> dict[str, list[int]]
         answers[peer.name] = peer.run([prompt], _AGREED_TOKENS).tokens[0]
         beside = peer.run([prompt, prompt[:half]], _AGREED_TOKENS)
         answers[f"{peer.name}, in a batch"] = beside.tokens[0]
-        if peer.name == MLX_LM:  # the others find a prefix by themselves
+        if peer.name == MLX_LM:  # the others find prefixes themselves
             given = peer.run([prompt, prompt], _AGREED_TOKENS, shared=half)
             answers[f"{peer.name}, {GIVEN}"] = given.tokens[1]
     return answers
@@ -208,13 +208,13 @@ def agreement(peers: Sequence[Asked], prompt: list[int]) -> dict[str, list[int]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Our engine beside a peer."""
+    """Compares our engine with a peer."""
 
     part: str
     ours: str  # state
     peer: str
     theirs: str  # state
-    goal: float | None = None  # of the throughputs' ratio, at full size
+    goal: float | None = None  # throughput ratio at full size
 
 
 COMPARISONS = (
@@ -231,7 +231,7 @@ COMPARISONS = (
 
 
 def compare(part: str, found: Mapping[str, Mapping[str, Sequence[Figures]]]) -> list[dict]:
-    """The comparisons of a part: medians over the repeats of ours over theirs."""
+    """Returns a part's comparisons: ratios of our medians to the peer's."""
     rows = []
     for each in COMPARISONS:
         if each.part != part or each.peer not in found:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that serves with vLLM: on this platform, or on vLLM's own CPU backend.
+"""Serves with vLLM in its own process, on this platform or on vLLM's CPU backend.
 
-VLLM_METAL_DEVICE decides which: `off` leaves vLLM to its own platforms.
+VLLM_METAL_DEVICE=off selects vLLM's own platforms.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from _peers_process import Recorder, Run, answer_commands
 
 
 class VllmPeer:
-    """vLLM's engine, driven as `LLM.generate` drives it."""
+    """vLLM's engine, driven as by `LLM.generate`."""
 
     def __init__(self, **options: Any) -> None:
         """
         Args:
-            options: of `LLM`.
+            options: arguments of `LLM`.
         """
         from vllm import LLM
         from vllm.platforms import current_platform
@@ -28,12 +28,12 @@ class VllmPeer:
         self.about = {"platform": type(current_platform).__name__}
 
     def forget(self) -> None:
-        """Empties the prefix cache."""
+        """Clears the prefix cache."""
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache could not be reset")
 
     def run(self, prompts: Sequence[list[int]], max_tokens: int) -> Run:
-        """Answers to requests that are sent at once."""
+        """Answers requests that are sent at once."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that begin as others did, on engines that take turns."""
+"""Plays workloads with shared prefixes on engines that take turns."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from _engine import Answer, Engine
 
 ANSWER = 32  # tokens
-New = Callable[[int], list[int]]  # a text of so many tokens that nobody has seen
-Ask = Callable[[list[int]], list[int]]  # a prompt's answer
+New = Callable[[int], list[int]]  # returns a new text of this many tokens
+Ask = Callable[[list[int]], list[int]]  # returns the answer to a prompt
 
 
 def system_prompt(new: New, ask: Ask) -> None:
-    """Eight users of one assistant: 500 tokens of instructions before 50 of their own."""
+    """Eight users of one assistant: 500 tokens of instructions, then 50 of their own."""
     instructions = new(500)
     for _ in range(8):
         ask(instructions + new(50))
 
 
 def chat(new: New, ask: Ask) -> None:
-    """A chat of four turns, each with all that was said before."""
+    """A chat of four turns, each with the whole history."""
     said: list[int] = []
     for _ in range(4):
         said += new(150)
@@ -40,7 +40,7 @@ def documents(new: New, ask: Ask) -> None:
         ask(context + new(50))
 
 
-#: By what the table calls them.
+#: By name in the table.
 WORKLOADS: Mapping[str, Callable[[New, Ask], None]] = {
     "system prompt, 8 × (500 + 50)": system_prompt,
     "chat, 4 turns of 150": chat,
@@ -51,12 +51,12 @@ LONGEST = 2000 + 50 + ANSWER
 
 @dataclass
 class Runs:
-    """What one engine took for one workload."""
+    """Measurements of one engine and workload."""
 
     prompts: list[int] = field(default_factory=list)  # tokens of each request
-    cached: list[int] = field(default_factory=list)  # of those, found
-    first_s: list[float] = field(default_factory=list)  # until the first token, of first requests
-    later_s: list[float] = field(default_factory=list)  # of all others
+    cached: list[int] = field(default_factory=list)  # cached tokens of each request
+    first_s: list[float] = field(default_factory=list)  # time to first token of first requests
+    later_s: list[float] = field(default_factory=list)  # time to first token of later requests
     total_s: list[float] = field(default_factory=list)  # summed over the requests of each run
 
     def add(self, prompts: list[int], answers: list[Answer]) -> None:
@@ -71,20 +71,20 @@ class Runs:
 
 @dataclass(frozen=True)
 class Saving:
-    """A row of the table: an engine with the prefix cache beside one without."""
+    """A table row: the engine with the prefix cache, compared to the one without."""
 
-    prompt_tokens: int  # of a run
-    computed_share: float  # of those, computed where the cache is on
-    off_first_ms: float  # to the first token, of first requests, median
+    prompt_tokens: int  # per run
+    computed_share: float  # share of prompt tokens computed with the cache on
+    off_first_ms: float  # median time to first token of first requests
     on_first_ms: float
-    off_later_ms: float  # of all others
+    off_later_ms: float  # of later requests
     on_later_ms: float
     later_ratio: float
-    total_ratio: float  # of all waits of a run, median of runs
+    total_ratio: float  # total waiting time per run, median over runs
 
     @staticmethod
     def of(off: Runs, on: Runs) -> Saving:
-        """Of as many runs of each, in turn."""
+        """Computes the savings from equally many alternating runs."""
         later = statistics.median(off.later_s), statistics.median(on.later_s)
         totals = [with_ / without for without, with_ in zip(off.total_s, on.total_s, strict=True)]
         return Saving(
@@ -113,7 +113,7 @@ HEADERS = (
 
 
 def run(engine: Engine, workload: Callable[[New, Ask], None], new: New, into: Runs) -> None:
-    """Plays a workload on an engine that has forgotten all texts."""
+    """Plays a workload on an engine with an empty cache."""
     engine.settle()
     engine.forget()
     prompts: list[int] = []
@@ -130,7 +130,7 @@ def run(engine: Engine, workload: Callable[[New, Ask], None], new: New, into: Ru
 
 
 def compare(off: Engine, on: Engine, prompts: Prompts, repeats: int) -> dict[str, Saving]:
-    """Savings by workload; the engines take turns at being first."""
+    """Returns savings by workload; which engine is first alternates."""
     for engine in (off, on):
         engine.complete(prompts.new(100), ANSWER)
     savings = {}

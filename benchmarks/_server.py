@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm serve` of our own on a free loopback port, and what it counts."""
+"""Runs `vllm serve` on a free loopback port, and reads its counters."""
 
 import json
 import os
@@ -18,31 +18,31 @@ from pathlib import Path
 
 import psutil
 
-# The `vllm` command of this interpreter, whether or not its folder is on the PATH.
+# This interpreter's `vllm` command, even if it is not on the PATH.
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
 _STOP_TIMEOUT_S = 20.0
 
 
 class ServerError(Exception):
-    """The server did not do what was asked; the message says where its log is."""
+    """The server failed; the message names its log."""
 
 
 def in_short(error: ServerError) -> str:
-    """The last line of its message that speaks of an error; all of it where none does."""
+    """Returns the last line of the message that mentions an error, else the whole message."""
     lines = [line for line in str(error).splitlines() if "rror" in line]
     return lines[-1].strip() if lines else str(error)
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers; `log` has all it printed."""
+    """A running server; `log` has its output."""
 
     url: str
     model: str
     log: Path
 
     def post(self, path: str, body: dict[str, object] | None = None, timeout: float = 120) -> str:
-        """Body of the reply to a POST of `body` as JSON."""
+        """Posts `body` as JSON; returns the response body."""
         request = urllib.request.Request(
             self.url + path,
             data=json.dumps(body or {}).encode(),
@@ -52,18 +52,18 @@ class Server:
             return reply.read().decode()
 
     def warm_up(self) -> None:
-        """Has one short completion made, so that no measurement contains a first time."""
+        """Requests one short completion, so that measurements include no first-time work."""
         self.post(
             "/v1/completions", {"model": self.model, "prompt": "Once upon a time", "max_tokens": 8}
         )
 
     def forget_prefixes(self) -> None:
-        """Empties the prefix cache."""
+        """Clears the prefix cache."""
         if not json.loads(self.post("/reset_prefix_cache"))["success"]:
             raise ServerError(f"the prefix cache could not be reset: requests run; see {self.log}")
 
     def prefix_counters(self) -> tuple[float, float]:
-        """Prompt tokens looked up in the prefix cache so far, and those found."""
+        """Returns the prompt tokens looked up in the prefix cache so far, and those found."""
         with urllib.request.urlopen(self.url + "/metrics", timeout=30) as reply:
             text = reply.read().decode()
         return (
@@ -73,7 +73,7 @@ class Server:
 
 
 def counter(metrics: str, name: str) -> float:
-    """Sum over all labels of the counter `name` in Prometheus' text format; 0 where absent."""
+    """Sums the counter `name` over all labels in Prometheus' text format; 0 where absent."""
     pattern = rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)"
     return sum(float(value) for value in re.findall(pattern, metrics, re.MULTILINE))
 
@@ -86,21 +86,21 @@ def serve(
     timeout: float,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
-    """Runs `vllm serve` until the block ends, however it ends.
+    """Runs `vllm serve` until the block ends.
 
     Args:
-        options: more of its command line.
-        log: file for what it prints.
-        timeout: seconds it may take to answer.
-        environment: of the server; None: this process's.
+        options: more command-line options.
+        log: file for its output.
+        timeout: maximum seconds until it answers.
+        environment: the server's environment; None: this process's.
 
     Raises:
-        ServerError: it exited, or did not answer in time.
+        ServerError: the server exited, or did not answer in time.
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [*VLLM, "serve", model, "--host", "127.0.0.1", "--port", str(port), *options]
-    # Endpoints that change the server's state, such as the reset of its cache, are for this mode.
+    # Enables endpoints that change the server's state, such as the cache reset.
     environment = {**(os.environ if environment is None else environment)}
     environment["VLLM_SERVER_DEV_MODE"] = "1"
     with log.open("w") as output:
@@ -109,7 +109,7 @@ def serve(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            start_new_session=True,  # so that all it starts can be stopped as one group
+            start_new_session=True,  # so that the whole group can be stopped
         )
         try:
             _wait_until_healthy(process, url, log, timeout)
@@ -135,27 +135,27 @@ def _wait_until_healthy(
         try:
             with urllib.request.urlopen(url + "/health", timeout=5):
                 return
-        except OSError:  # no one listens yet, or the engine is not up
+        except OSError:  # not listening yet, or the engine is not up
             time.sleep(0.5)
     raise ServerError(f"vllm serve did not answer within {timeout:.0f} s; see {log}")
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the server and all it started; returns once none of them runs."""
+    """Stops the server and its process group; returns once all have ended."""
     for order in (signal.SIGTERM, signal.SIGKILL):
-        # On macOS a group of which only zombies are left may not be signaled.
+        # On macOS, signaling a group with only zombies fails.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, order)
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         while time.monotonic() < deadline:
-            # A signal is on its way for a while, also the one that cannot be refused.
+            # Even SIGKILL takes a moment to arrive.
             if process.poll() is not None and not _runs_in_group(process.pid):
                 return
             time.sleep(0.02)
 
 
 def _runs_in_group(group: int) -> bool:
-    """Whether any process of the group still runs; zombies that wait to be collected do not."""
+    """Returns whether any process of the group, other than zombies, still runs."""
     for process in psutil.process_iter(["status"]):
         with suppress(ProcessLookupError):
             if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:

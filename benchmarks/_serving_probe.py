@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The class that stands before vLLM, and a way past it; and where a server's time goes.
+"""Middleware for serving_cpu.py that bypasses `Tenants` on request and samples the server's stack.
 
-A server runs it as its middleware (`--middleware _serving_probe.Probe`), for serving_cpu.py.
+Loaded with `--middleware _serving_probe.Probe`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from vllm_metal.serving.gate import Tenants
 
-#: The header of a request that goes past the class: it has a salt that the class would write.
+#: Header of a request that bypasses the class; it carries the salt that the class would set.
 PAST = b"x-past-the-class"
-#: Paths that begin to take samples, and end with what was found.
+#: Paths that start sampling, and return the result.
 START, STOP = "/probe/start", "/probe/stop"
 _EVERY_S = 0.001  # of CPU time of the process
 _OURS = f"{Path(__file__).resolve().parents[1]}/vllm_metal/"
-#: Parts of paths, and what stands for their time where nothing above it in the stack says more.
+#: Maps parts of paths to a label, unless a frame above is more specific.
 _OTHERS = {
     "/site-packages/vllm/": "vLLM",
     "/site-packages/uvicorn/": "uvicorn",
@@ -31,7 +31,7 @@ _OTHERS = {
 
 
 class Probe(Tenants):
-    """Samples the main thread's stack, by the process's own time."""
+    """Samples the main thread's stack, timed by the process's CPU time."""
 
     def __init__(self, app: Any) -> None:
         super().__init__(app)
@@ -60,7 +60,7 @@ class Probe(Tenants):
 
 
 def _place(frame: FrameType | None) -> str:
-    """Whose time it is: of the innermost function that is not a library's."""
+    """Returns the label of the innermost non-library function."""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_OURS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks share: notes as they go, texts without a common beginning, tables."""
+"""Helpers for benchmarks: progress notes, prompts without shared prefixes, tables."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ _started = time.monotonic()
 
 
 def note(text: str) -> None:
-    """Prints a line with the time since the start and the machine's load."""
+    """Prints a line with the elapsed time and the machine's load."""
     load = os.getloadavg()[0]
     print(f"[{time.monotonic() - _started:5.0f} s, load {load:.1f}] {text}", file=sys.stderr)
 
 
 class Prompts:
-    """Texts that no two of share a beginning."""
+    """Makes prompts that share no prefix."""
 
     def __init__(self, vocabulary: int) -> None:
         self._rng = np.random.default_rng(0)
         self._vocabulary = vocabulary
 
     def new(self, length: int) -> list[int]:
-        """Random tokens."""
+        """Returns random tokens."""
         return self._rng.integers(4, self._vocabulary, length).tolist()
 
 
 @contextmanager
 def on_core(number: int) -> Iterator[None]:
-    """Has what this thread starts in the block run on one processor, the next for each number."""
+    """Runs processes started in the block on one processor, a different one for each number."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(before)[number % len(before)]})
     try:
@@ -44,7 +44,7 @@ def on_core(number: int) -> Iterator[None]:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Prints Markdown; all columns but the first are aligned to the right."""
+    """Prints a Markdown table; all columns but the first are right-aligned."""
     print("| " + " | ".join(headers) + " |")
     print("| --- |" + " ---: |" * (len(headers) - 1))
     for row in rows:
@@ -54,12 +54,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
 
 
 def _cell(value: object) -> str:
-    """A dash where there is nothing."""
+    """Formats a value; None becomes a dash."""
     if value is None:
         return "–"
     return digits(value) if isinstance(value, float) else str(value)
 
 
 def digits(figure: float) -> str:
-    """Three of them, or all before the point."""
+    """Formats with three significant digits, or all digits before the point."""
     return f"{figure:,.0f}" if abs(figure) >= 100 else f"{figure:.3g}"

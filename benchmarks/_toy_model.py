@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with random weights whose sizes are chosen, with a tokenizer of words, in a folder."""
+"""Writes a model of chosen size with random weights and a word tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCABULARY = 512
 
 @dataclass(frozen=True)
 class Toy:
-    """A llama of 16-bit weights."""
+    """A llama with 16-bit weights."""
 
     hidden: int = 512
     layers: int = 4
@@ -29,11 +29,11 @@ class Toy:
 
     @property
     def token_bytes(self) -> int:
-        """K and V of a token."""
+        """K/V bytes per token."""
         return 2 * 2 * self.layers * self.kv_heads * self.hidden // self.heads
 
     def write(self, folder: Path) -> str:
-        """Writes its files into a new folder; returns the folder's name."""
+        """Writes the model into a new folder; returns its path."""
         config = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",

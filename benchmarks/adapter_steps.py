@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of a decode step whose requests have adapters, over one whose requests have none.
+"""Compares the host time of decode steps with and without LoRA adapters.
 
-The model and the figure are those of step_overhead.py. Eight adapters of all linear layers, one a
-request as long as there are requests, and none, are measured in turn in one engine.
+The model and the metric are those of step_overhead.py. One engine alternates between requests with
+eight adapters of all linear layers, one per request, and requests without adapters.
 """
 
 import argparse
@@ -28,11 +28,11 @@ SIZES = {
     "mlp.up_proj": (64, 128),
     "mlp.down_proj": (128, 64),
 }
-FEW = ("self_attn.q_proj", "self_attn.v_proj")  # what PEFT updates of most models by default
+FEW = ("self_attn.q_proj", "self_attn.v_proj")  # the default targets of PEFT for most models
 
 
 def write_adapter(folder: Path, seed: int, modules: tuple[str, ...]) -> str:
-    """An adapter of random weights; its path."""
+    """Writes an adapter with random weights; returns its path."""
     rng, tensors = np.random.default_rng(seed), {}
     for layer in range(overhead.CONFIG["num_hidden_layers"]):
         for module in modules:
@@ -50,7 +50,7 @@ def write_adapter(folder: Path, seed: int, modules: tuple[str, ...]) -> str:
 def step_ms(
     llm: LLM, meter: overhead.Meter, adapters: list[LoRARequest], num_requests: int, steps: int
 ) -> float:
-    """Milliseconds of host time of a decode step."""
+    """Returns the host time of a decode step in milliseconds."""
     params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
     core, req_ids = llm.llm_engine, [f"{num_requests}-{n}" for n in range(num_requests)]
     for index, prompt in enumerate(overhead.prompts(num_requests)):
@@ -69,7 +69,7 @@ def step_ms(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100, help="decode steps measured")
-    parser.add_argument("--repeats", type=int, default=5, help="medians are of this many")
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     runs: dict[str, list[float]] = {}
@@ -94,7 +94,7 @@ def main() -> None:
             max_lora_rank=RANK,
         )
         meter = overhead.Meter()
-        for _ in range(args.repeats):  # in turn, so that a drifting machine hits all alike
+        for _ in range(args.repeats):  # alternating, so that a drifting machine affects all alike
             for count in REQUESTS:
                 for kind, adapters in kinds.items():
                     spent = step_ms(llm, meter, adapters, count, args.steps)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of a decode step with a block drafter of width 5, over one without drafts.
+"""Compares the host time of decode steps with a block drafter of width 5 and without drafts.
 
 The figure is that of step_overhead.py, and the model the same. The drafter has five layers and
 random weights, so hardly any draft is accepted: each step verifies four drafts of every request.
@@ -58,7 +58,7 @@ CONFIG = {
 
 
 def write_drafter(folder: Path) -> None:
-    """A drafter's folder with random weights."""
+    """Writes a drafter folder with random weights."""
     hidden, inner, size = (CONFIG[key] for key in ("hidden_size", "intermediate_size", "head_dim"))
     heads, kv_heads = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
     norms = ("input_layernorm", "post_attention_layernorm")
@@ -122,7 +122,7 @@ def lay_out_for_kernels() -> None:
 def step_ms(
     llm: LLM, meter: overhead.Meter, num_requests: int, steps: int, run: int, sampled: bool
 ) -> dict[str, float]:
-    """WHOLE and REST of a decode step in milliseconds, and its number of FORWARDS."""
+    """Returns WHOLE and REST of a decode step in milliseconds, and its number of FORWARDS."""
     core, req_ids = llm.llm_engine, [f"{run}-{n}" for n in range(num_requests)]
     options = {"max_tokens": 900, "ignore_eos": True, "detokenize": False}
     for index, prompt in enumerate(overhead.prompts(num_requests)):
@@ -181,7 +181,7 @@ def measure(steps: int, repeats: int, lookup: bool) -> dict[str, list[dict[str, 
         meter = overhead.Meter()
         for function in ("eval", "async_eval"):
             meter.wrap(mx, function, overhead.HAND_OVER)
-        for run in range(repeats):  # in turn, so that a drifting machine hits both alike
+        for run in range(repeats):  # alternating, so that a drifting machine affects both alike
             for count in REQUESTS:
                 for name, llm in engines.items():
                     found = step_ms(llm, meter, count, steps, run, sampled=lookup)
@@ -192,7 +192,7 @@ def measure(steps: int, repeats: int, lookup: bool) -> dict[str, list[dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="decode steps measured")
-    parser.add_argument("--repeats", type=int, default=5, help="the least of this many counts")
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--lookup", action="store_true", help="with and without prompt lookup")
     parser.add_argument("--kernels", action="store_true", help="steps as laid out for a GPU")

@@ -26,7 +26,7 @@ SPIN = "while True: pass"
 
 
 def seconds(llm: LLM, seed: int, neighbors: int) -> float:
-    """The time of NUM_REQUESTS requests, with prompts that no earlier call had."""
+    """Returns the time of NUM_REQUESTS requests with new prompts."""
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
     starts = range(1000 * seed, 1000 * seed + 100 * NUM_REQUESTS, 100)
     prompts = [{"prompt_token_ids": list(range(at, at + NUM_PROMPT))} for at in starts]

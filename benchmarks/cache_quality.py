@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantized KV cache costs in quality: perplexity and greedy agreement, by cache.
+"""Measures perplexity and greedy agreement of quantized KV caches.
 
-Reads English text in windows through the engine, whose prompt logprobs say how likely each token
-was; most of a window's context comes from the cache. The text is the Python language's reference
-manual, which every Python carries (`pydoc_data.topics`). Prints a table, writes JSON:
+Feeds windows of English text through the engine, whose prompt logprobs give each token's
+likelihood; most of a window's context comes from the cache. The text is Python's language reference
+from `pydoc_data.topics`. Prints a table, writes JSON:
 `python benchmarks/cache_quality.py`.
 """
 
@@ -38,34 +38,34 @@ from vllm_metal.engine.models.embedded import embedded_model_path, gemma3_270m_p
 ROOT = Path(__file__).parents[1]
 CACHES = ("auto", "fp8", "int8")
 WINDOW = 1024  # tokens of a request
-CHUNK = 256  # rows of a step: three quarters of a window's context were cached before
+CHUNK = 256  # tokens per step: three quarters of a window's context are then cached
 POOL = 256 << 20
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one model and cache."""
+    """Results of one model and cache."""
 
     model: str
     cache: str
     bytes_per_token: int  # of the cache
     tokens: int  # predicted
     perplexity: float
-    relative: float  # to the unquantized cache's, less 1
-    same_top_token: float  # share of tokens after which the most likely next one is the same
+    relative: float  # increase over the unquantized cache
+    same_top_token: float  # share of positions with the same most likely next token
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a model made of the text."""
+    """A model's predictions for the text."""
 
     bytes_per_token: int
-    logprobs: np.ndarray  # [N] of the tokens of the text
-    top_ids: np.ndarray  # [N] the most likely in their place
+    logprobs: np.ndarray  # [N] of the text's tokens
+    top_ids: np.ndarray  # [N] most likely tokens at the same positions
 
 
 def windows(model: str, num_windows: int) -> list[list[int]]:
-    """The text in pieces of WINDOW tokens, each behind what the model's texts begin with."""
+    """Splits the text into pieces of WINDOW tokens, each after the model's usual prefix."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = "\n".join(topics[name] for name in sorted(topics))
     tokens = tokenizer(text[: num_windows * WINDOW * 8], add_special_tokens=False)["input_ids"]
@@ -91,7 +91,7 @@ def read(model: str, prompts: Sequence[list[int]], cache: str) -> Reading:
         logprobs, top_ids = [], []
         for output in llm.generate(inputs, params, use_tqdm=False):
             pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
-            for token, entries in list(pairs)[1:]:  # nothing precedes the first
+            for token, entries in list(pairs)[1:]:  # the first token has no prediction
                 logprobs.append(entries[token].logprob)
                 top_ids.append(next(id for id, entry in entries.items() if entry.rank == 1))
         (specs,) = llm.llm_engine.collective_rpc("get_kv_cache_spec")
@@ -104,7 +104,7 @@ def read(model: str, prompts: Sequence[list[int]], cache: str) -> Reading:
 
 
 def compare(model: str, prompts: Sequence[list[int]], caches: Sequence[str]) -> list[Result]:
-    """The first cache is what the others are compared with."""
+    """Compares all caches with the first."""
     name, results = Path(model).name, []
     plain = None
     for cache in caches:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several servers of one model, and one model on several hosts, beside the arithmetic.
+"""Measures replicas of a model, and a model split over two hosts, against estimates.
 
-Replicas: cached share of a trace with shared prefixes, and requests a second. By layers and by
-heads, on two hosts that are network namespaces: bytes across the link, and how long ranks wait.
-Real servers of a toy model, started by their command lines:
+Replicas: cached share of a trace with shared prefixes, and requests per second. Pipeline and tensor
+parallel on two hosts, which are network namespaces: bytes across the link, and waiting time of
+ranks. Starts real servers of a toy model:
 
     python benchmarks/cluster.py
     python benchmarks/cluster.py --parts replicas --replicas 2 4
 
-What this platform or this machine refuses is skipped, with the reason.
+Skips what this platform or machine does not support, with the reason.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from _server import ServerError, in_short
 from _shared import note, table
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests"))  # hosts are those of the tests
+sys.path.insert(0, str(ROOT / "tests"))  # for the tests' hosts
 PARTS = ("replicas", "layers", "heads")
 
 
 def report_replicas(rows: Sequence[dict]) -> None:
-    """Prints a row for each kind of servers."""
+    """Prints a row for each configuration."""
     headers = tuple(rows[0])
     table(headers, [tuple(row.values()) for row in rows])
     cores = len(os.sched_getaffinity(0))
@@ -46,7 +46,7 @@ def report_replicas(rows: Sequence[dict]) -> None:
 
 
 def report_bytes(found: dict) -> None:
-    """Prints bytes across the link beside the least there can be."""
+    """Prints the bytes across the link and their lower bound."""
     headers = ("bytes across the link", "second host got", "second host sent", "reckoned")
     rows = [
         ("a row", found["got_a_row"], found["sent_a_row"], found["reckoned"]),
@@ -57,7 +57,7 @@ def report_bytes(found: dict) -> None:
 
 
 def report_layers(found: dict) -> None:
-    """Prints bytes, and waiting by streams."""
+    """Prints bytes, and waiting time by number of streams."""
     report_bytes(found["bytes"])
     rows = [
         tuple(
@@ -71,16 +71,16 @@ def report_layers(found: dict) -> None:
 
 
 def report_heads(found: dict) -> None:
-    """Prints bytes, and the time of a token."""
+    """Prints bytes and time per token."""
     report_bytes(found["bytes"])
     print(f"A token takes {found['ms a token']:.3g} ms at one stream. A host has one processor.")
 
 
 def on_hosts(measure: Callable[[Sequence, Path], dict], folder: Path) -> dict:
-    """Measures on two hosts.
+    """Runs a measurement on two hosts.
 
     Raises:
-        ServerError: there can be none here, or no engine on them.
+        ServerError: hosts or an engine on them could not be started.
     """
     try:
         from network.hosts import hosts, why_not

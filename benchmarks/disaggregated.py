@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What prefill apart from decode brings, and what pulling pages costs.
+"""Measures the benefit of disaggregated prefill and the cost of pulling pages.
 
-Bytes a second of pages pulled over the loopback, beside a plain socket; and the time between the
-tokens of a server's streams while long prompts arrive, which it prefills itself, or which another
-process prefills. Prints tables, writes JSON: `python benchmarks/disaggregated.py`.
+Measures the rate of pages pulled over the loopback beside a plain socket's, and the time between
+tokens of a server's streams while long prompts are prefilled by it or by another process. Prints
+tables, writes JSON: `python benchmarks/disaggregated.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from _server import Server, free_port, serve
 from _shared import note, table
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))  # the default model is chosen there, and only there
+sys.path.insert(0, str(ROOT / "examples"))  # defines the default model
 
 import _common  # noqa: E402
 
@@ -38,7 +38,7 @@ _OUTBOX = "2GB"  # a prompt of 4,000 tokens of SmolLM2 in float32 has 184 MB
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured; lengths in tokens."""
+    """Sizes of the measurement; lengths in tokens."""
 
     pull_bytes: int = 256 << 20
     pull_repeats: int = 7
@@ -52,7 +52,7 @@ QUICK = Sizes(pull_bytes=64 << 20, pull_repeats=3, prompt_len=1000, rounds=2, al
 
 
 def connector(role: str, extra: dict[str, object]) -> str:
-    """A --kv-transfer-config."""
+    """Returns a --kv-transfer-config."""
     return json.dumps(
         {
             "kv_connector": "MetalKVConnector",
@@ -63,7 +63,7 @@ def connector(role: str, extra: dict[str, object]) -> str:
 
 
 def streams(sizes: Sizes, folder: Path) -> dict[str, object]:
-    """Time between the tokens of streams, of two servers in processes of their own."""
+    """Measures the time between tokens of two servers' streams."""
     model = str(_common.default_model())
     address = f"127.0.0.1:{free_port()}"
     options = (
@@ -91,7 +91,7 @@ def streams(sizes: Sizes, folder: Path) -> dict[str, object]:
 
 
 def report_pulls(rates: Sequence[PullRates]) -> None:
-    """Prints the first table."""
+    """Prints the table of pulls."""
     rows = [
         (f"{each.page_bytes:,}", each.connections, each.pulled, each.plain, each.ratio)
         for each in rates
@@ -101,7 +101,7 @@ def report_pulls(rates: Sequence[PullRates]) -> None:
 
 
 def report_streams(found: dict) -> None:
-    """Prints the second, and what this machine can show."""
+    """Prints the table of streams, and its limits on this machine."""
     rows = [
         (name, *(float(value) for value in gaps.values()), float(sum(found["seconds"][name])))
         for name, gaps in found["ms"].items()
@@ -131,7 +131,7 @@ def main() -> None:
         sys.exit("disaggregated: VLLM_METAL_DEVICE=off turns vllm-metal off; unset it")
     sizes = QUICK if args.quick else Sizes()
     target = args.out / "disaggregated.json"
-    # Parts may be measured one by one, each in a quiet hour.
+    # Parts can be measured separately, each in a quiet hour.
     kept = json.loads(target.read_text()) if target.exists() else {}
     kept["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"
     for part in args.parts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time of a step with a draft model goes, phase by phase.
+"""Measures the phases of a step with a draft model.
 
 Two extremes of a draft model: the target's first layers alone, small and hardly ever right, and the
 target itself, as slow as it gets and always right. One greedy request; each phase is wall time of
@@ -40,7 +40,7 @@ from vllm_metal.engine.worker.model_runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
 PROMPT = "Repeat exactly, three times: the quick brown fox jumps over the lazy dog."
-#: Phase by the calls it is spent in; a call within another counts for itself only.
+#: Maps phases to the calls that they consist of; nested calls count only for themselves.
 PHASES = {
     "draft: its passes": [(DraftModelProposer, "propose")],
     "target: layout and graph": [
@@ -58,14 +58,14 @@ REST = "all else: scheduling, detokenizing"
 
 
 class Stopwatch:
-    """Adds up the wall time of calls by phase."""
+    """Sums the wall time of calls by phase."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._inner = 0.0  # of the call at hand, time in calls within it
+        self._inner = 0.0  # time of nested calls within the current one
 
     def wrap(self, phase: str, holder: Any, name: str) -> Callable[[], None]:
-        """Times `holder.name` from now on; returns what undoes it."""
+        """Times calls of `holder.name`; returns a function that undoes it."""
         original = getattr(holder, name)
 
         def timed(*arguments: Any, **options: Any) -> Any:
@@ -83,7 +83,7 @@ class Stopwatch:
 
 
 def first_layers(model: Path, num_layers: int, folder: Path) -> None:
-    """Writes a model of the first layers of another, with its embedding, last norm and head."""
+    """Writes a model with another model's first layers, embedding, last norm and head."""
     config = json.loads((model / "config.json").read_text())
     config["num_hidden_layers"] = num_layers
     (folder / "config.json").write_text(json.dumps(config))
@@ -102,7 +102,7 @@ def first_layers(model: Path, num_layers: int, folder: Path) -> None:
 
 
 def run(model: str, speculation: dict[str, Any] | None, num_tokens: int) -> dict[str, float]:
-    """Seconds by phase of one request, its prompt from the cache, and in all; drafts, accepted."""
+    """Returns one request's seconds by phase and in total, drafts, and accepted drafts."""
     llm = LLM(
         model,
         max_model_len=1024,
@@ -130,7 +130,7 @@ def run(model: str, speculation: dict[str, Any] | None, num_tokens: int) -> dict
 
 
 def counters(llm: LLM) -> tuple[float, float]:
-    """Drafts and accepted drafts so far."""
+    """Returns drafts and accepted drafts so far."""
     values = {metric.name: getattr(metric, "value", 0.0) for metric in llm.get_metrics()}
     drafted, accepted = (
         values.get(f"vllm:spec_decode_num_{name}_tokens", 0.0) for name in ("draft", "accepted")
@@ -140,7 +140,7 @@ def counters(llm: LLM) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=6, help="of the small draft model")
+    parser.add_argument("--layers", type=int, default=6, help="layers of the small draft model")
     parser.add_argument("--drafts", type=int, default=3, help="num_speculative_tokens")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")

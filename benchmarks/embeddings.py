@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts a second of an encoder: this engine beside sentence-transformers, in one run.
+"""Compares an encoder's texts per second with sentence-transformers'.
 
     VLLM_METAL_DEVICE=cpu OMP_NUM_THREADS=1 python benchmarks/embeddings.py MODEL
 
-Both get the same texts, from the same process, in turns; each turn is timed by itself, and the best
-of each counts. sentence-transformers sorts by length and pads to the longest of a batch. The
-engine's own time is what `LLM.embed` takes beyond the forward passes of the same steps.
+Both get the same texts in turn in one process; the best turn of each counts. sentence-transformers
+sorts by length and pads to the longest of a batch. The engine's overhead is the time of `LLM.embed`
+beyond the forward passes of the same steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="folder of a sentence-transformers model")
     parser.add_argument("--texts", type=int, default=128)
-    parser.add_argument("--words", type=int, default=100, help="of the longest text")
+    parser.add_argument("--words", type=int, default=100, help="words of the longest text")
     parser.add_argument("--turns", type=int, default=3)
     args = parser.parse_args()
     import torch
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def make_texts(count: int, longest: int) -> list[str]:
-    """English texts of 1 to `longest` words, in random order, mostly short."""
+    """Returns English texts of 1 to `longest` words in random order, mostly short."""
     words, rng = _SOURCE.read_text().split(), np.random.default_rng(0)
     lengths = rng.permutation(np.geomspace(1, longest, count).round().astype(int))
     starts = rng.integers(0, len(words) - longest, count)
@@ -83,12 +83,12 @@ def make_texts(count: int, longest: int) -> list[str]:
 
 
 def vectors(outputs: list[Any]) -> np.ndarray:
-    """[n, H] of the engine's outputs."""
+    """Returns the outputs as [n, H]."""
     return np.array([output.outputs.embedding for output in outputs])
 
 
 def forward_passes(llm: Any, prompts: list[dict[str, list[int]]]) -> Callable[[], None]:
-    """What runs the forward passes of the steps that the engine makes of the prompts."""
+    """Returns a function that runs the forward passes of the engine's steps for the prompts."""
     import mlx.core as mx
 
     from vllm_metal.engine.pooling.encoders.executor import EncoderExecutor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Perplexity of models on a fixed text, as their weights are served.
+"""Measures the perplexity of models on a fixed text.
 
     python benchmarks/gguf_perplexity.py MODEL.gguf FOLDER ...
 
@@ -26,7 +26,7 @@ GROUP_SIZE = 64
 
 
 def dense_model(folder: Path) -> nn.Module:
-    """The model with weights that are not packed, in float32."""
+    """Loads the model with its weights dequantized to float32."""
     model = lazy_model(folder, mx.float32)
     for path, module in model.named_modules():
         if not isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
@@ -51,7 +51,7 @@ def dense_model(folder: Path) -> nn.Module:
 
 
 def rounded(model: nn.Module, bits: int) -> None:
-    """Rounds matrices as mlx-lm's conversion to a width does."""
+    """Rounds matrices as mlx-lm's conversion to `bits` does."""
     for path, value in tree_flatten(model.parameters()):
         if value.ndim == 2 and value.shape[-1] % GROUP_SIZE == 0:
             parts = mx.quantize(value, group_size=GROUP_SIZE, bits=bits)
@@ -60,7 +60,7 @@ def rounded(model: nn.Module, bits: int) -> None:
 
 
 def perplexity(model: nn.Module, tokens: list[int]) -> float:
-    """exp of the mean negative log-probability of each token but the first."""
+    """Returns exp of the mean negative log-probability of all tokens but the first."""
     logits = model(mx.array([tokens[:-1]]))[0].astype(mx.float32)
     losses = nn.losses.cross_entropy(logits, mx.array(tokens[1:]))
     return float(mx.exp(losses.mean()).item())

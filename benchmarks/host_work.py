@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a decode step asks of the host beside a GPU, and of another commit's: nothing runs.
+"""Counts a GPU decode step's work on the host, also for another commit; runs nothing.
 
     python benchmarks/host_work.py [--before FOLDER]
 
-FOLDER is a checkout of the other commit, `git worktree add FOLDER COMMIT` say. For models of so
-many layers of Llama: operations that MLX creates and walks to in the model's forward; dispatches
-and command buffers, see tests/dispatches.py; bytes of kernels' text, which MLX hashes at each
-dispatch of theirs; and buffers that it binds to them. To be told of errors takes one command buffer
-more where `one more` says so.
+FOLDER is a checkout of the other commit, such as from `git worktree add FOLDER COMMIT`. For Llama
+models by number of layers: MLX operations created in the forward pass; dispatches and command
+buffers (see tests/dispatches.py); bytes of kernel text, which MLX hashes at each dispatch; and
+buffers bound. Error reporting takes one more command buffer where `one more` says so.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (28, 36, 64)
-#: Dispatches of a command buffer: as on M1 to M4, and MLX's own of Max and Ultra.
+#: Dispatches per command buffer: on M1 to M4, and MLX's defaults of Max and Ultra.
 LIMITS = (84, 50)
 COLUMNS = {
     "operations": "host operations",
@@ -39,9 +38,9 @@ COLUMNS = {
 
 @contextmanager
 def counted_kernels() -> Iterator[list[tuple[int, int]]]:
-    """Gets the length of the text of each kernel that is called, and how many buffers it has.
+    """Records the text length and buffers of each kernel that is called.
 
-    MLX binds a buffer more for the shape of an input, where the text mentions it.
+    MLX binds one more buffer for an input's shape if the text mentions it.
     """
     from metal_kernels.kernel import Kernel
 
@@ -62,7 +61,7 @@ def counted_kernels() -> Iterator[list[tuple[int, int]]]:
 
 
 def count(layers: int) -> dict[str, int | str]:
-    """Of a step of the tree that Python finds first."""
+    """Counts a step of the tree that comes first on Python's path."""
     from importlib.util import find_spec
 
     from tests import dispatches
@@ -73,7 +72,7 @@ def count(layers: int) -> dict[str, int | str]:
     opaque = sum(operation.opaque for operation in graph.operations)
     early = find_spec("vllm_metal.engine.worker.early_reads") is not None
     return {
-        # Each kernel is recorded with the zeros that stand for its outputs.
+        # Each kernel is recorded together with the zeros for its outputs.
         "operations": sum(operation.kind != "Full" for operation in graph.operations),
         "dispatches": step,
         **{f"buffers of {limit}": math.ceil(step / limit) for limit in LIMITS},
@@ -85,7 +84,7 @@ def count(layers: int) -> dict[str, int | str]:
 
 
 def counts_of(tree: Path) -> dict[str, dict[str, int | str]]:
-    """By layers, of another tree, in a process of its own."""
+    """Counts by number of layers in another tree, in its own process."""
     paths = os.pathsep.join(map(str, (tree, tree / "tests")))
     variables = os.environ | {"PYTHONPATH": paths, "VLLM_METAL_DEVICE": "cpu"}
     command = [sys.executable, str(Path(__file__).resolve()), "--json"]
@@ -95,7 +94,7 @@ def counts_of(tree: Path) -> dict[str, dict[str, int | str]]:
 
 
 def table(found: dict[str, dict[str, dict[str, int | str]]]) -> str:
-    """Layers and trees down, counts across."""
+    """Formats layers and trees as rows, counts as columns."""
     lines = ["| layers | | " + " | ".join(COLUMNS.values()) + " |"]
     lines.append("| ---: | --- |" + " ---: |" * len(COLUMNS))
     for layers in map(str, LAYERS):

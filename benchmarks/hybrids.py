@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts, prompts and many requests cost a model with recurrent layers, beside a dense one.
+"""Measures drafts, prompts and concurrency on a model with recurrent layers and a dense model.
 
-Two models of like shape and random weights: in one, three of four layers go by the gated delta
-rule, with heads of 128 x 128; in the other all layers attend. A tiny draft model drafts, and the
-number of drafts is fixed. Hardly any is accepted, which changes nothing in what verifying them
-costs. All engines live in one process and take turns, a few steps each, so that a drifting machine
-hits all alike. Beside times of the wall clock stand those of the processor, of all threads of the
-process: with `OMP_NUM_THREADS=1` other programs disturb these little. Prints tables, writes JSON,
-draws the plot: `python benchmarks/hybrids.py`.
+The two models are similar, with random weights: in one, three of four layers use the gated delta
+rule with heads of 128 x 128; in the other, all layers are attention. A tiny draft model proposes a
+fixed number of drafts. Hardly any are accepted, which does not change the cost of verification. All
+engines live in one process and take turns of a few steps, so that a drifting machine affects all
+alike. Besides wall-clock times, records CPU times of all threads of the process: with
+`OMP_NUM_THREADS=1` other programs affect these little. Prints tables, writes JSON, draws the plot:
+`python benchmarks/hybrids.py`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from vllm import LLM, SamplingParams
 ROOT = Path(__file__).parents[1]
 TARGETS = ("hybrid", "dense")
 DRAFTS = (0, 1, 3, 5)
-STREAMS = 16  # requests at once, where there are many
-PROMPT = 512  # tokens, where the time to the first token is measured; one step
-BEGINNING = 32  # tokens before a stream's first
-#: Steps of an engine's turn that do not count: the device may still compute for the one before, and
+STREAMS = 16  # concurrent requests, for the larger batches
+PROMPT = 512  # tokens; one step
+BEGINNING = 32  # prompt tokens of a stream
+#: Uncounted steps at the start of a turn: the device may still compute for the previous engine, and
 #: two steps of its own may be in flight.
 TAKE_UP = 3
 
@@ -54,11 +54,11 @@ class Time:
     """Milliseconds."""
 
     wall: float
-    cpu: float  # of all threads of the process
+    cpu: float  # all threads of the process
 
     @staticmethod
     def of(work: Callable[[], None], count: int = 1) -> Time:
-        """A part of what the work takes: one of so many."""
+        """Returns the time of `work` divided by `count`."""
         wall, cpu = time.perf_counter(), time.process_time()
         work()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -66,15 +66,15 @@ class Time:
 
 
 class Engine:
-    """One engine in this process, driven step by step."""
+    """An in-process engine, driven step by step."""
 
     def __init__(self, model: Path, draft: Path, num_drafts: int, prompts: Prompts) -> None:
         """
         Args:
             model: folder of the target.
             draft: folder of the draft model.
-            num_drafts: of each step and request; 0: there is no draft model.
-            prompts: where its requests' texts come from.
+            num_drafts: drafts per step and request; 0: no draft model.
+            prompts: source of its requests' prompts.
         """
         speculation = {
             "method": "draft_model",
@@ -98,8 +98,8 @@ class Engine:
         self._prompts = prompts
         self._numbers = itertools.count()
         self._running: list[str] = []
-        self.draft_rows: list[int] = []  # of each step so far, those of drafts
-        self.tokens = 0  # that its streams have
+        self.draft_rows: list[int] = []  # draft tokens of each step so far
+        self.tokens = 0  # generated tokens of its streams
         self._count_drafts()
 
     def _add(self, length: int, max_tokens: int) -> str:
@@ -111,7 +111,7 @@ class Engine:
         return name
 
     def start(self, streams: int) -> None:
-        """Requests that decode from now on; returns once all of them do."""
+        """Starts requests; returns once all of them decode."""
         most = CONTEXT - BEGINNING - max(DRAFTS) - 1
         self._running = [self._add(BEGINNING, most) for _ in range(streams)]
         waiting = set(self._running)
@@ -119,14 +119,14 @@ class Engine:
             waiting -= {output.request_id for output in self._core.step()}
 
     def stop(self) -> None:
-        """Ends them."""
+        """Stops the requests."""
         self._core.abort_request(self._running)
         while self._core.has_unfinished_requests():
             self._core.step()
         self._running = []
 
     def steps(self, count: int) -> Time:
-        """Of a step, the mean of so many that gave all the streams tokens."""
+        """Returns the mean time of `count` steps that gave every stream tokens."""
         self._step(TAKE_UP)
         return Time.of(lambda: self._step(count), count)
 
@@ -138,7 +138,7 @@ class Engine:
             self.tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
 
     def first_token(self) -> Time:
-        """Until the first token of a new prompt, sent alone."""
+        """Returns the time until the first token of a new prompt, sent alone."""
         found = Time.of(self._answer)
         while self._core.has_unfinished_requests():
             self._core.step()
@@ -150,7 +150,7 @@ class Engine:
             pass
 
     def _count_drafts(self) -> None:
-        """Has the scheduler count the rows that it gives to drafts."""
+        """Makes the scheduler record the number of draft tokens."""
         scheduler = self._core.engine_core.engine_core.scheduler
         schedule = scheduler.schedule
 
@@ -164,15 +164,15 @@ class Engine:
 
 
 Engines = dict[tuple[str, int], Engine]
-Runs = dict[str, list[Time]]  # one a round
+Runs = dict[str, list[Time]]  # one per round
 Milliseconds = dict[str, list[float]]
 
 
 def measure_drafts(engines: Engines, rounds: int, steps: int) -> tuple[Runs, dict[str, Any]]:
-    """Times of a step of one stream by model and number of drafts; and what was drafted."""
+    """Returns step times of one stream by model and number of drafts, and draft counts."""
     for engine in engines.values():
         engine.start(1)
-        engine.steps(2 * steps)  # shapes that come for the first time
+        engine.steps(2 * steps)  # for new shapes
     begun = {key: (len(engine.draft_rows), engine.tokens) for key, engine in engines.items()}
     runs: Runs = {}
     for number in range(rounds):
@@ -192,7 +192,7 @@ def measure_drafts(engines: Engines, rounds: int, steps: int) -> tuple[Runs, dic
 
 
 def measure_prompts(engines: Engines, rounds: int) -> Runs:
-    """Times to the first token of a prompt, by model."""
+    """Returns times to the first token of a prompt, by model."""
     runs: Runs = {}
     for number in range(rounds + 1):
         for model in TARGETS:
@@ -204,7 +204,7 @@ def measure_prompts(engines: Engines, rounds: int) -> Runs:
 
 
 def measure_streams(engines: Engines, rounds: int, steps: int) -> Runs:
-    """Times of a step without drafts, by model and number of requests."""
+    """Returns times of steps without drafts, by model and number of requests."""
     runs: Runs = {}
     for number in range(rounds):
         for model, streams in itertools.product(TARGETS, (1, STREAMS)):
@@ -222,8 +222,7 @@ def medians(runs: Milliseconds) -> dict[str, float]:
 
 
 def draft_share(runs: Milliseconds, model: str) -> float:
-    """What four more drafts cost, in plain steps: (step at 5 - step at 1) / plain step; the median
-    of the rounds' own ratios."""
+    """Returns the cost of four drafts: the median of (step at 5 - step at 1) / plain step."""
     plain, one, five = (runs[f"{model}, {drafts}"] for drafts in (0, 1, 5))
     return statistics.median((c - b) / a for a, b, c in zip(plain, one, five, strict=True))
 
@@ -244,7 +243,7 @@ def show(times: dict[str, Milliseconds], clock: str) -> None:
 
 
 def show_drafts(drafts: dict[str, Any]) -> None:
-    """Prints what was drafted."""
+    """Prints draft counts."""
     for name, found in drafts.items():
         print(
             f"{name} drafts: {found['drafts_a_step']:.2f} drafts and "
@@ -253,11 +252,11 @@ def show_drafts(drafts: dict[str, Any]) -> None:
 
 
 def plot(reports: dict[str, dict[str, Any]], target: Path) -> None:
-    """Bars of step times by number of drafts.
+    """Plots step times by number of drafts as bars.
 
     Args:
-        reports: by label, such as "before" and "now".
-        target: file of the picture.
+        reports: reports by label, such as "before" and "now".
+        target: image file.
     """
     import matplotlib
 
@@ -285,7 +284,7 @@ def plot(reports: dict[str, dict[str, Any]], target: Path) -> None:
 
 
 def run(rounds: int, steps: int, scratch: Path) -> dict[str, Any]:
-    """All measurements, each a list of its rounds."""
+    """Runs all measurements; each result is a list over rounds."""
     parameters = {name: write_model(name, scratch / name) for name in MODELS}
     prompts = Prompts(VOCABULARY)
     engines: Engines = {}
@@ -318,7 +317,7 @@ def _of_clock(runs: Runs, clock: str) -> Milliseconds:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="turns of each engine")
-    parser.add_argument("--steps", type=int, default=10, help="of a turn")
+    parser.add_argument("--steps", type=int, default=10, help="steps per turn")
     parser.add_argument("--quick", action="store_true", help="three rounds of five steps")
     parser.add_argument("--before", type=Path, help="JSON of an earlier run, for the picture")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")

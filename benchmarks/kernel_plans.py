@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of the attention kernels' plans, once a step and kind of layer.
+"""Measures the host time of the attention kernels' plans, per step and kind of layer.
 
-Needs no GPU. `--before ../before` measures another checkout in turn, each run a process of its own.
+Needs no GPU. `--before ../before` alternates with another checkout, each run in its own process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CALLS, _ROUNDS, _BLOCK = 100, 7, 16
 
 
 def batches() -> dict[str, list[tuple[int, int]]]:
-    """(Context, rows of this step) of each request."""
+    """Returns (context, rows of this step) of each request, by batch."""
     rng = np.random.default_rng(0)
     ragged = [(int(length), 1) for length in rng.integers(100, 4000, 32)]
     return {
@@ -38,7 +38,7 @@ def batches() -> dict[str, list[tuple[int, int]]]:
 
 
 def shared() -> dict[str, tuple[list[tuple[int, int]], int]]:
-    """The same of requests, and positions that all of them begin with in common."""
+    """Like `batches`, with the number of positions that all requests share at the start."""
     return {
         "8 × 1000, 800 in common": ([(1000, 1)] * 8, 800),
         "32 × 4000, 3200 in common": ([(4000, 1)] * 32, 3200),
@@ -47,7 +47,7 @@ def shared() -> dict[str, tuple[list[tuple[int, int]], int]]:
 
 
 def measure() -> dict[str, float]:
-    """Microseconds of a plan for Llama 8B's heads; medians of CPU time."""
+    """Returns microseconds per plan for Llama 8B's heads: medians of CPU time."""
     from metal_kernels.paged_attention import AttentionShape, plan
 
     shape, found = AttentionShape(32, 8, 128, 128), {}
@@ -70,7 +70,7 @@ def measure() -> dict[str, float]:
 
 
 def _measure_in(checkout: Path) -> dict[str, float]:
-    """The same of a checkout, in a process of its own."""
+    """Measures a checkout in its own process."""
     command = [sys.executable, str(Path(__file__).resolve()), "--json"]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -81,7 +81,7 @@ def _measure_in(checkout: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", type=Path, help="another checkout to measure in turn")
-    parser.add_argument("--repeats", type=int, default=5, help="medians are of this many")
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats")
     parser.add_argument("--json", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.json:

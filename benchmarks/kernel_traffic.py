@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention kernels load, by the interpreter's counters, against the least possible.
+"""Counts what the attention kernels load, in the interpreter, and compares it with the minimum.
 
 Prints the table of docs/kernels.md; needs no GPU: `python benchmarks/kernel_traffic.py`.
 """
@@ -16,30 +16,30 @@ from metal_interpreter import Checker, Dispatch
 from metal_kernels import kernel, kv_write, paged_attention
 from metal_kernels.paged_attention import AttentionShape
 
-LINE = 128  # bytes, what an Apple GPU moves at least
+LINE = 128  # bytes, an Apple GPU's smallest transfer
 BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of requests that are alike."""
+    """A step of identical requests."""
 
     name: str
     shape: AttentionShape
     batch: int
-    rows: int  # of each request in this step
-    context: int  # of each request, this step's rows included
+    rows: int  # per request in this step
+    context: int  # per request, including this step's rows
     dtype: mx.Dtype = mx.float16
-    common: int = 0  # positions that all requests begin with, whole blocks
+    common: int = 0  # positions of a prefix shared by all requests, in whole blocks
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one layer in one step."""
+    """Counters of one layer in one step."""
 
-    loaded: int  # lines of K and V, each once a threadgroup
-    least: int  # lines of K and V if each were loaded once in all
-    dispatches: tuple[Dispatch, ...]  # writing and attending
+    loaded: int  # lines of K and V, each counted once per threadgroup
+    least: int  # lines of K and V, each counted once
+    dispatches: tuple[Dispatch, ...]  # write and attention
 
     @property
     def ratio(self) -> float:

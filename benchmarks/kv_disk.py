@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prefix cache on disk brings, and what it costs.
+"""Measures the benefit and the costs of the disk prefix cache.
 
-Bytes a second beside plain files; prefill with the disk and without; a stream while a long context
-loads beside it; a stream while the disk takes nothing; and the time to first token by context
+Measures transfer rates beside plain files; prefill with and without the disk; a stream while a long
+context is loaded; a stream while the disk accepts nothing; and the time to first token by context
 length, cold, from memory and from disk. Prints tables, writes JSON, draws a plot:
 `python benchmarks/kv_disk.py`.
 """
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import _engine  # comes first: it settles how vLLM and MLX start
+import _engine  # first, because it configures how vLLM and MLX start
 from _engine import Answer, Engine
 from _kv_files import LARGE, SMOLLM2, FileBench, Rates
 from _kv_streams import beside_loads, beside_stuck_disk
@@ -36,7 +36,7 @@ PARTS = ("files", "prefill", "streams", "ttft", "toy")
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured; lengths in tokens."""
+    """Sizes of the measurement; lengths in tokens."""
 
     file_bytes: int = 200 << 20
     file_repeats: int = 5
@@ -69,19 +69,19 @@ QUICK = Sizes(
 
 @dataclass(frozen=True)
 class Prefill:
-    """A prompt computed with the disk and without; ratios are those with the disk over without."""
+    """A prompt computed with and without the disk; ratios are with over without."""
 
     tokens: int
     off_tokens_per_s: float
     on_tokens_per_s: float
     seconds_ratio: float  # until the first token
     written_ratio: float  # until all pages are on disk
-    cpu_ratio: float  # CPU time of all threads, until all pages are on disk
+    cpu_ratio: float  # CPU time of all threads until all pages are on disk
     written_bytes: float
 
 
 def prefill(off: Engine, on: Engine, prompts: Sequence[list[int]]) -> list[Prefill]:
-    """Each prompt on both engines, which take turns at being first."""
+    """Runs each prompt on both engines; which is first alternates."""
     results = []
     for number, prompt in enumerate(prompts):
         took: dict[str, tuple[float, float, float]] = {}
@@ -108,25 +108,25 @@ def prefill(off: Engine, on: Engine, prompts: Sequence[list[int]]) -> list[Prefi
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Milliseconds to the first token of a context, medians."""
+    """Median milliseconds to the first token of a context."""
 
     context: int
     cold: float
     memory: float
     disk: float
-    disk_mb_per_s: float  # bytes of pages over all of the time from disk
+    disk_mb_per_s: float  # bytes of pages over the total time from disk
 
 
 def first_tokens(
     engine: Engine, prompts: Sequence[list[int]], repeats: int, cold: dict[int, float]
 ) -> list[FirstToken]:
-    """Each prompt cold, then from memory and from disk in turn.
+    """Runs each prompt cold, then alternately from memory and from disk.
 
     Args:
-        engine: with a disk.
-        prompts: one of each length.
-        repeats: of what is found; a cold prompt is computed once.
-        cold: seconds of prompts by their length that were computed before, and are on disk.
+        engine: an engine with a disk.
+        prompts: one per length.
+        repeats: repeats of cached runs; a cold prompt is computed once.
+        cold: seconds by length of prompts that were computed earlier and are on disk.
     """
     results = []
     for prompt in prompts:
@@ -163,7 +163,7 @@ def first_tokens(
 
 
 def measure(sizes: Sizes, parts: Sequence[str], folder: Path) -> dict[str, object]:
-    """Figures of the parts, as JSON has them."""
+    """Returns the parts' results as in JSON."""
     found: dict[str, object] = {}
     if "files" in parts:
         found["files"] = [asdict(rates) for rates in files(sizes, folder)]
@@ -175,7 +175,7 @@ def measure(sizes: Sizes, parts: Sequence[str], folder: Path) -> dict[str, objec
 
 
 def files(sizes: Sizes, folder: Path) -> list[Rates]:
-    """Bytes a second of pages of two sizes."""
+    """Returns transfer rates for pages of two sizes."""
     rates = []
     for page in (SMOLLM2, LARGE):
         note(f"files of {page.nbytes} bytes")
@@ -186,13 +186,13 @@ def files(sizes: Sizes, folder: Path) -> list[Rates]:
 
 
 def of_model(sizes: Sizes, parts: Sequence[str], folder: Path) -> dict[str, object]:
-    """Parts that take the embedded model."""
+    """Runs the parts that use the embedded model."""
     model, prompts = str(embedded_model_path()), Prompts(40000)
     context = sizes.prefill_len + 600
     pool = 48000 * (sizes.prefill_pairs + 1) * context
     found: dict[str, object] = {}
     note("starting")
-    # First, for an engine takes the counters of those before it out of the process's /metrics.
+    # First, because a new engine removes earlier engines' counters from the process's /metrics.
     off = Engine(model, context, pool, None) if "prefill" in parts else None
     on = Engine(model, context, pool, folder / "model")
     texts = [prompts.new(sizes.prefill_len) for _ in range(sizes.prefill_pairs)]
@@ -226,7 +226,7 @@ def of_model(sizes: Sizes, parts: Sequence[str], folder: Path) -> dict[str, obje
 
 
 def of_toy(sizes: Sizes, folder: Path) -> list[dict[str, object]]:
-    """Time to first token of long contexts, of a model with little to compute."""
+    """Measures the time to first token of long contexts with a model that computes little."""
     prompts = Prompts(_engine.TOY_VOCABULARY)
     longest = max(sizes.toy_contexts)
     note("starting the toy model")
@@ -239,7 +239,7 @@ def of_toy(sizes: Sizes, folder: Path) -> list[dict[str, object]]:
 
 
 def report(found: dict[str, object]) -> None:
-    """Prints tables of what was measured."""
+    """Prints tables of the results."""
     for key, headers in (
         ("files", ("files, GB/s", "page, bytes", "store", "plain", "one plain file", "ratio")),
         (
@@ -260,7 +260,7 @@ def report(found: dict[str, object]) -> None:
 
 
 def plot(found: dict[str, object], target: Path) -> None:
-    """Time to first token by context, of both models."""
+    """Plots time to first token by context length, for both models."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, help="prompts that are computed both ways")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
-        "--disk", type=Path, help="folder on the disk to be measured; default: temporary files'"
+        "--disk", type=Path, help="folder on the disk to measure; default: temporary files'"
     )
     args = parser.parse_args()
     sizes = QUICK if args.quick else Sizes()
@@ -307,7 +307,7 @@ def main() -> None:
     report(found)
     args.out.mkdir(parents=True, exist_ok=True)
     target = args.out / "kv_disk.json"
-    # Parts may be measured one by one, each in a quiet hour.
+    # Parts can be measured separately, each in a quiet hour.
     kept = json.loads(target.read_text()) if target.exists() else {}
     loads = (before, os.getloadavg()[0])
     kept["machine"] = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"

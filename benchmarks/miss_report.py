@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs a server to say why a prompt was missed: microseconds a request, by its length.
+"""Measures the cost of explaining prefix cache misses, in microseconds by request length.
 
     python benchmarks/miss_report.py
 
-A conversation of so many tokens comes for the first time, then with a turn behind it, then with its
-first line changed. Beside them stands what Python needs to add up as many numbers.
+A conversation is sent for the first time, then with another turn, then with its first line changed.
+For comparison, measures Python's sum of equally many numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vllm_metal.serving.metrics import ServerMetrics
 from vllm_metal.serving.prefix_misses.watch import Watch
 
 _LENGTHS = (1_000, 10_000, 100_000)
-_TURN = 1_000  # tokens that a turn adds
-_CHARACTERS = 4  # of a token
+_TURN = 1_000  # added per turn
+_CHARACTERS = 4  # per token
 _RUNS = 9
 
 
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _run(length: int) -> list[float]:
-    """Seconds of each column."""
+    """Returns the seconds for each column."""
     watch = Watch(str, ServerMetrics(CollectorRegistry()).lost_tokens, 16)
     tokens = [random.randrange(150_000) for _ in range(length + _TURN)]
     changed = [7, *tokens]
@@ -55,7 +55,7 @@ def _run(length: int) -> list[float]:
 
 
 def _messages(length: int) -> list[dict[str, str]]:
-    """A conversation of texts that nobody has hashed yet."""
+    """Returns a conversation of texts that have not been hashed yet."""
     return [
         {"role": "user", "content": f"{turn} {random.random()}" + "x" * _TURN * _CHARACTERS}
         for turn in range(length // _TURN)

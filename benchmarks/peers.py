@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This project's engine beside mlx-lm and vLLM's own CPU backend, in one run.
+"""Compares this engine with mlx-lm and vLLM's CPU backend in one run.
 
 All have the same weights, prompts, BLAS and number of threads, and take turns at the same requests:
-many that share a beginning, many that do not, one alone, and a chat that grows. Prints tables,
-writes JSON, draws a plot: `python benchmarks/peers.py`.
+with a shared prefix, without one, a single request, and a growing chat. Prints tables, writes JSON,
+draws a plot: `python benchmarks/peers.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from _server import Server, ServerError, free_port, serve
 from _shared import note
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))  # the environment is set up there, and only there
+sys.path.insert(0, str(ROOT / "examples"))  # sets up the environment
 
 import _common  # noqa: E402
 
@@ -55,18 +55,18 @@ PARTS = (SHARED, UNRELATED, ONE, "chat")
 _SHORT_TEXT = "The capital of France is Paris. The capital of Italy is Rome. The capital of"
 _MIB = 1 << 20
 _START_S = 600.0
-# Above it the one whose turn it is has noticeably less of the machine.
+# Beyond this, idle peers noticeably slow down the one being measured.
 _IDLE_SHARE = 0.05
 
 
 def threads(number: int) -> dict[str, str]:
-    """Variables that give every library so many threads."""
+    """Returns variables that give every library `number` threads."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return dict.fromkeys(names, str(number))
 
 
 def of_vllm_cpu(options: dict[str, object]) -> dict[str, object]:
-    """Options of vLLM's own CPU backend: those of ours, and what suits it."""
+    """Returns options for vLLM's CPU backend: ours, and its best settings."""
     if shutil.which(os.environ.get("CXX", "g++")) is not None:
         return options
     note("no C++ compiler (g++, or what CXX names): vLLM's CPU backend runs uncompiled, slower")
@@ -74,13 +74,13 @@ def of_vllm_cpu(options: dict[str, object]) -> dict[str, object]:
 
 
 def vllm_cpu_variables(args: argparse.Namespace) -> dict[str, str | None]:
-    """Variables that choose vLLM's own CPU backend, and as many cores for it as others have."""
+    """Returns variables that select vLLM's CPU backend with as many cores as the others."""
     cores = sorted(os.sched_getaffinity(0))[: args.threads]
     return {
         "VLLM_METAL_DEVICE": "off",  # leaves vLLM to its own platforms
-        # By itself it would leave one core to its scheduler, which sleeps while a step runs.
+        # Its default reserves a core for its scheduler, which sleeps during a step.
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-        # Those that `blas.load` sets for MLX; vLLM's backend does best with its own defaults.
+        # `blas.load` sets these for MLX; vLLM's backend is fastest with its own defaults.
         "OMP_WAIT_POLICY": None,
         "GOMP_SPINCOUNT": None,
     }
@@ -88,7 +88,7 @@ def vllm_cpu_variables(args: argparse.Namespace) -> dict[str, str | None]:
 
 @contextmanager
 def engines(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> Iterator[list[Peer]]:
-    """All engines, ready, each in a process of its own."""
+    """Starts all engines, each in its own process, and waits until they are ready."""
     folder = Path(__file__).parent
     of_vllm: dict[str, object] = {
         "model": model,
@@ -123,7 +123,7 @@ def engines(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> I
 def measure_engines(
     model: str, parts: Sequence[str], sizes: Sizes, args: argparse.Namespace, logs: Path
 ) -> dict[str, object]:
-    """Parts that need no server, and whether the engines say the same."""
+    """Measures the parts that need no server, and whether the engines agree."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -151,13 +151,13 @@ def measure_engines(
 
 @contextmanager
 def servers(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> Iterator[dict]:
-    """Servers that answer, by name."""
+    """Starts the servers; yields them by name."""
     options = [
         *("--dtype", args.dtype, "--max-model-len", str(sizes.longest_chat())),
         *("--max-num-seqs", "4", "--kv-cache-memory-bytes", str(args.kv_cache_mib * _MIB)),
         "--enable-prompt-tokens-details",
     ]
-    os.environ.update(threads(args.threads))  # `serve` hands on what this process has
+    os.environ.update(threads(args.threads))  # inherited by the servers
     with ExitStack() as stack:
         port = free_port()
         script = Path(__file__).with_name("_peers_mlx_lm.py")
@@ -183,11 +183,11 @@ def servers(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> I
 
 
 def measure_chats(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path) -> dict:
-    """The same chats with every server, in turn."""
+    """Runs the same chats with every server in turn."""
     from transformers import AutoTokenizer
 
     end = AutoTokenizer.from_pretrained(model).eos_token_id
-    # vLLM has an option for answers of a given length; mlx-lm's server can be kept from ending one.
+    # vLLM has an option for answers of fixed length; mlx-lm's server can be kept from ending early.
     longer = {
         OURS_ON: {"ignore_eos": True},
         OURS_OFF: {"ignore_eos": True},
@@ -196,7 +196,7 @@ def measure_chats(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path
     load = os.getloadavg()[0]
     chats: dict[str, list] = {}
     with servers(model, sizes, args, logs) as serving:
-        for name, server in serving.items():  # a first time of the chat's own paths
+        for name, server in serving.items():  # warm-up of the chat's paths
             chat(server, questions(2, sizes.message, seed=1000), 4, longer[name])
         idle = idle_cpu_share()
         for repeat, name in in_turn(list(serving), args.repeats):
@@ -209,14 +209,14 @@ def measure_chats(model: str, sizes: Sizes, args: argparse.Namespace, logs: Path
 
 
 def idle_cpu_share(seconds: float = 2.0) -> float:
-    """CPU time, of one core, that all servers take together while none has a request."""
+    """Returns the total CPU time of all idle servers, as a share of one core."""
     before, started = cpu_seconds(os.getpid()), time.perf_counter()
     time.sleep(seconds)
     return (cpu_seconds(os.getpid()) - before) / (time.perf_counter() - started)
 
 
 def warnings_of(found: dict) -> list[str]:
-    """What makes the figures doubtful."""
+    """Returns reasons to doubt the results."""
     lines = []
     said = found.get("agreement")
     if said is not None and not said["equal"]:
@@ -232,13 +232,16 @@ def warnings_of(found: dict) -> list[str]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="directory or Hub name; default: the embedded model")
-    parser.add_argument("--dtype", default="float32", help="of vLLM; default: %(default)s")
+    parser.add_argument("--dtype", default="float32", help="dtype of vLLM; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="few short requests, once")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--repeats", type=int, help="default: 5, with --quick 1")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
-        "--threads", type=int, default=os.cpu_count(), help="of every peer; default: %(default)s"
+        "--threads",
+        type=int,
+        default=os.cpu_count(),
+        help="threads of every peer; default: %(default)s",
     )
     parser.add_argument(
         "--kv-cache-mib",
@@ -256,13 +259,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    # An end by SIGTERM must stop the peers as well.
+    # SIGTERM must also stop the peers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     device = _common.prepare(offline=args.model is None)
     if device is None:
         sys.exit("peers: VLLM_METAL_DEVICE=off turns vllm-metal off; unset it")
     if device == "cpu":
-        blas.load()  # sets how BLAS threads wait, in variables that all processes with MLX inherit
+        blas.load()  # sets variables for BLAS threads that all processes with MLX inherit
     sizes = QUICK if args.quick else Sizes()
     try:
         model = args.model
@@ -294,7 +297,7 @@ def main() -> int:
 
 
 def keep(found: dict[str, Any], sizes: Sizes, model: str, args: argparse.Namespace) -> None:
-    """Writes the figures beside those of parts that were measured before, and draws all."""
+    """Writes the results beside those of earlier runs, and plots all."""
     target = args.out / "peers.json"
     kept = json.loads(target.read_text()) if target.exists() else {}
     setting = {

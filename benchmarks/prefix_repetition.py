@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prefix cache brings: vLLM's own prefix_repetition benchmark, three ways.
+"""Measures the prefix cache with vLLM's prefix_repetition benchmark, in three states.
 
-Prompts share their first tokens. They are served with the cache off; with it on but empty (cold:
-the shared prefix is found from the second prompt on); and once more (warm: whole prompts are
-found). Prints a table, and writes the figures as JSON and a plot.
+Prompts share their first tokens. States: cache off; cold (on but empty: the shared prefix is found
+from the second prompt on); warm (a second pass, which finds whole prompts). Prints a table, and
+writes results as JSON and a plot.
 """
 
 import argparse
@@ -25,16 +25,16 @@ from pathlib import Path
 from _server import VLLM, Server, ServerError, serve
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))  # the default model is chosen there, and only there
+sys.path.insert(0, str(ROOT / "examples"))  # defines the default model
 
 import _common  # noqa: E402
 import _terminal  # noqa: E402
 
 WAYS = ("off", "cold", "warm")
-# Published for this workload on a Mac: what a warm cache brings over none.
+# Published gain of a warm cache over none for this workload on a Mac.
 PUBLISHED_THROUGHPUT_RATIO = 1.37
 PUBLISHED_TTFT_RATIO = 1.43
-# `vllm bench serve` is bound by this, seconds; a hung server must not hang the benchmark.
+# Limits `vllm bench serve`, in seconds, in case the server hangs.
 BENCH_TIMEOUT_S = 3600.0
 
 
@@ -49,7 +49,7 @@ class Workload:
     output_len: int = 100
 
     def arguments(self) -> list[str]:
-        """As options of `vllm bench serve`."""
+        """Options of `vllm bench serve`."""
         sizes = {
             "--num-prompts": self.num_prompts,
             "--prefix-repetition-prefix-len": self.prefix_len,
@@ -60,7 +60,7 @@ class Workload:
         return [text for name, size in sizes.items() for text in (name, str(size))]
 
     def max_model_len(self) -> int:
-        """A context that holds each request; tokenizing a prompt anew may lengthen it a little."""
+        """A context for each request; retokenizing a prompt may lengthen it a little."""
         return self.prefix_len + self.suffix_len + self.output_len + 128
 
 
@@ -69,7 +69,7 @@ QUICK = Workload(num_prompts=12, output_len=24)
 
 @dataclass(frozen=True)
 class Run:
-    """Figures of one run; times in milliseconds."""
+    """Metrics of one run; times in milliseconds."""
 
     throughput: float  # output tokens per second
     ttft_mean: float
@@ -78,11 +78,11 @@ class Run:
     tpot_p50: float
     tpot_p99: float
     e2el_p50: float
-    hit_rate: float | None  # of looked-up prompt tokens; None where none was looked up
+    hit_rate: float | None  # of looked-up prompt tokens; None: none were looked up
 
     @classmethod
     def read(cls, result: dict[str, float], queries: float, hits: float) -> "Run":
-        """From the JSON of `vllm bench serve` and the growth of the server's counters."""
+        """Reads the JSON of `vllm bench serve` and the growth of the server's counters."""
         return cls(
             throughput=result["output_throughput"],
             ttft_mean=result["mean_ttft_ms"],
@@ -97,30 +97,30 @@ class Run:
 
 @dataclass(frozen=True)
 class Figure:
-    """Median of a figure over the repeats, and its standard deviation where there are two."""
+    """Median of a metric over the repeats, and its standard deviation for at least two."""
 
     median: float
     sd: float | None
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> "Figure | None":
-        """None where no run has the figure."""
+        """Returns None if no run has the metric."""
         known = [value for value in values if value is not None]
         if not known:
             return None
         return cls(statistics.median(known), statistics.stdev(known) if len(known) > 1 else None)
 
     def text(self, scale: float, digits: int) -> str:
-        """The figure times `scale`, as ``median ± sd``."""
+        """Formats the metric times `scale` as ``median ± sd``."""
         spread = "" if self.sd is None else f" ± {scale * self.sd:.{digits}f}"
         return f"{scale * self.median:.{digits}f}{spread}"
 
 
-Summary = dict[str, dict[str, Figure | None]]  # by way, by figure
+Summary = dict[str, dict[str, Figure | None]]  # by state, then metric
 
 
 def summarize(runs: dict[str, list[Run]]) -> Summary:
-    """Each way's figures over its runs."""
+    """Returns each state's metrics over its runs."""
     return {
         way: {
             name: Figure.of([getattr(run, name) for run in of_way])
@@ -131,7 +131,7 @@ def summarize(runs: dict[str, list[Run]]) -> Summary:
 
 
 def gain(summary: Summary, name: str, way: str = "warm") -> float:
-    """How much better the median of `name` is than with the cache off; above 1 is better.
+    """Returns the improvement of the median of `name` over cache off; above 1 is better.
 
     Higher is better for the throughput, lower for all times.
     """
@@ -141,30 +141,30 @@ def gain(summary: Summary, name: str, way: str = "warm") -> float:
 
 
 class Bench:
-    """Runs `vllm bench serve`; its output and its servers' go to files in `logs`."""
+    """Runs `vllm bench serve`; writes its output and the servers' to files in `logs`."""
 
     def __init__(self, workload: Workload, logs: Path) -> None:
         self._workload = workload
         self._logs = logs
 
     def run(self, server: Server, way: str, seed: int) -> Run:
-        """One run against `server`; equal seeds make equal prompts.
+        """Runs once against `server`; equal seeds give equal prompts.
 
         Raises:
-            ServerError: the benchmark failed, or one of its requests.
+            ServerError: the benchmark or one of its requests failed.
         """
         name = f"bench-{way}-{seed}"
         result_file, log = self._logs / f"{name}.json", self._logs / f"{name}.log"
         command = [*VLLM, "bench", "serve", "--base-url", server.url, "--model", server.model]
         command += ["--dataset-name", "prefix_repetition", *self._workload.arguments()]
-        # The length of answers must not depend on what they say.
+        # Answers must have the same length whatever they say.
         command += ["--ignore-eos", "--temperature", "0", "--seed", str(seed)]
         command += ["--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "50,99"]
         command += ["--save-result", "--result-dir", str(self._logs)]
         command += ["--result-filename", result_file.name]
         before = server.prefix_counters()
         with log.open("w") as output:
-            # Its progress bar, on stderr, is worth a look in a terminal.
+            # Show its progress bar (stderr) in a terminal.
             errors = None if sys.stderr.isatty() else subprocess.STDOUT
             done = subprocess.run(command, stdout=output, stderr=errors, timeout=BENCH_TIMEOUT_S)
         if done.returncode != 0:
@@ -180,7 +180,7 @@ class Bench:
 
 
 def measure(args: argparse.Namespace, model: str, workload: Workload) -> dict[str, list[Run]]:
-    """All runs by way, `args.repeats` of each."""
+    """Returns all runs by state, `args.repeats` each."""
     logs: Path = args.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     bench = Bench(workload, logs)
@@ -215,7 +215,7 @@ def measure(args: argparse.Namespace, model: str, workload: Workload) -> dict[st
 
 @dataclass(frozen=True)
 class Row:
-    """A figure in the table."""
+    """A row of the table."""
 
     name: str
     header: str
@@ -223,7 +223,7 @@ class Row:
     scale: float = 1.0
 
     def cell(self, figures: dict[str, Figure | None]) -> str:
-        """The figure as text; a dash where there is none."""
+        """Formats the metric; a dash if there is none."""
         figure = figures[self.name]
         return "–" if figure is None else figure.text(self.scale, self.digits)
 
@@ -248,7 +248,7 @@ def _note(text: str) -> None:
 
 
 def report(summary: Summary, out: Path, setting: dict[str, object]) -> None:
-    """Prints the table and the gains, and writes them to `out` with a plot."""
+    """Prints the table and the gains; writes them and a plot to `out`."""
     print()
     _terminal.table(
         ["prefix cache", *WAYS],
@@ -271,7 +271,7 @@ def report(summary: Summary, out: Path, setting: dict[str, object]) -> None:
 
 
 def plot(summary: Summary, target: Path) -> None:
-    """Bars of throughput and mean TTFT by way, with standard deviations."""
+    """Plots throughput and mean TTFT by state as bars with standard deviations."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -298,14 +298,14 @@ def plot(summary: Summary, target: Path) -> None:
 
 def main() -> int:
     args = _parse_args()
-    if find_spec("matplotlib") is None:  # before minutes are spent
+    if find_spec("matplotlib") is None:  # check before minutes are spent
         print(
             "prefix_repetition: matplotlib is missing; install the 'bench' extra: "
             f"{sys.executable} -m pip install -e '.[bench]'",
             file=sys.stderr,
         )
         return 1
-    # An end by SIGTERM must stop the servers as well.
+    # SIGTERM must also stop the servers.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     workload = QUICK if args.quick else Workload()
     device = _common.prepare(offline=args.model is None)
@@ -342,7 +342,9 @@ def _parse_args() -> argparse.Namespace:
         default=2.0,  # 50 requests of 740 tokens of the embedded model in float32 take 1.6
         help="memory of the KV cache; it should hold all requests at once (default: %(default)s)",
     )
-    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds a server has")
+    parser.add_argument(
+        "--start-timeout", type=float, default=600.0, help="maximum seconds until a server answers"
+    )
     parser.add_argument(
         "serve_options", nargs="*", metavar="-- OPTION", help="more options for vllm serve"
     )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the prefix cache saves: a system prompt, a chat of four turns, questions about documents.
+"""Measures prefix cache savings for a system prompt, a four-turn chat, and document questions.
 
-Two engines in one process, one with the prefix cache and one without, take turns at the same kinds
-of requests, one request at a time. Prints a table, writes JSON:
+Two engines in one process, with and without the prefix cache, take turns at the same requests, one
+at a time. Prints a table, writes JSON:
 `python benchmarks/prefix_savings.py`.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from _engine import Engine  # comes first: it settles how vLLM and MLX start
+from _engine import Engine  # first, because it configures how vLLM and MLX start
 from _savings_runs import HEADERS, LONGEST, compare
 from _shared import Prompts, note, table
 
@@ -29,7 +29,9 @@ _POOL = 48000 * 2 * LONGEST  # bytes; SmolLM2 takes 46,080 a token
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="folder; default: SmolLM2-135M in float32")
-    parser.add_argument("--vocabulary", type=int, default=40000, help="tokens are drawn from it")
+    parser.add_argument(
+        "--vocabulary", type=int, default=40000, help="number of token ids to draw from"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="default: 5")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(arguments)

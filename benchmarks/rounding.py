@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far logits move when the same tokens are computed in other shapes, on the CPU device.
+"""Measures how logits change when the same tokens are computed in other shapes, on the CPU.
 
-A model writes some texts greedily, one at a time. Then it reads each of them in one forward, and
-again in chunks, token by token, and beside other texts: mathematically the same. Prints, per dtype
-and shape, the differences of logits and how often the likeliest token is another, and how close the
-two likeliest tokens come: `python benchmarks/rounding.py`.
+A model generates texts greedily, one at a time. Then it reads each in one forward pass, in chunks,
+token by token, and in a batch: mathematically equivalent. Prints, per dtype and shape, the logit
+differences, how often the likeliest token changes, and the gaps between the two likeliest tokens:
+`python benchmarks/rounding.py`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Read = Callable[[list[int]], mx.array]  # token ids [T] to logits [T, vocabulary
 
 
 class Reader:
-    """One model and dtype, and the shapes that it can read a text in."""
+    """Computes a text in different shapes with one model and dtype."""
 
     def __init__(self, model: object) -> None:
         self._model = model
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """The prompt and what follows it."""
+        """Returns the prompt and its greedy continuation."""
         cache, text, new = make_prompt_cache(self._model), list(prompt), prompt
         for _ in range(num_tokens):
             logits = self._model(mx.array([new]), cache=cache)[0, -1]
@@ -56,7 +56,7 @@ class Reader:
         return text
 
     def in_chunks(self, size: int, copies: int = 1) -> Read:
-        """Reads `size` tokens a forward, beside others of the same length if copies > 1."""
+        """Reads `size` tokens per forward pass, in a batch of `copies` texts of equal length."""
 
         def read(text: list[int]) -> mx.array:
             rows = [text, *(text[::-1] for _ in range(copies - 1))]
@@ -71,7 +71,7 @@ class Reader:
 
 
 def compare(reference: list[mx.array], found: list[mx.array]) -> tuple[float, float, str]:
-    """Largest and median (over positions) difference of a logit; positions with another top."""
+    """Returns largest and median logit difference, and the positions with another top token."""
     gaps = np.concatenate(
         [np.array(mx.abs(one - other).max(-1)) for one, other in zip(reference, found, strict=True)]
     )
@@ -83,7 +83,7 @@ def compare(reference: list[mx.array], found: list[mx.array]) -> tuple[float, fl
 
 
 def margins(reference: list[mx.array]) -> tuple[float, float, float]:
-    """Of the gaps between the two likeliest tokens: the least, the 1st percentile, the median."""
+    """Returns the minimum, 1st percentile and median gap between the two likeliest tokens."""
     tops = np.concatenate([np.sort(np.array(each), -1)[:, -2:] for each in reference])
     gaps = tops[:, 1] - tops[:, 0]
     return float(gaps.min()), float(np.percentile(gaps, 1)), float(np.median(gaps))
@@ -91,7 +91,7 @@ def margins(reference: list[mx.array]) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=64, help="that follow each prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens generated per prompt")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--model", type=Path, help="a folder; default: the embedded SmolLM2")
     args = parser.parse_args()

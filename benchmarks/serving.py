@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tenants and kept answers cost a request, and what answers from the cache bring.
+"""Measures the cost of tenants and the response cache per request, and the gain of cache hits.
 
-Two servers of one model run at once and are asked in turn; one of them has the middleware
-`vllm_metal.serving.Tenants`. Prints tables, and writes the figures as JSON and a plot.
+Two servers of one model run at once and get requests in turn; one has the middleware
+`vllm_metal.serving.Tenants`. Prints tables, and writes results as JSON and a plot.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from _shared import note, table
 from vllm_metal.serving import tenants_file
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))  # the default model is chosen there, and only there
+sys.path.insert(0, str(ROOT / "examples"))  # defines the default model
 
 import _common  # noqa: E402
 
-#: Repeats among the requests of the published recipe that this follows.
+#: Share of repeated requests in the published benchmark that this follows.
 RECIPES_REPEATS = 0.38
-#: What the cache is to bring and may cost; printed beside the figures, and decides nothing.
+#: Goals for the cache's gain and cost; printed beside the results only.
 GOAL_ADDED_MS, GOAL_FASTER = 2.0, 50.0
 _SETTINGS = """
 timeout_s = 600
@@ -48,7 +48,7 @@ path = "answers"
 
 
 class Client:
-    """A connection to a server that stays open, as those of a proxy do."""
+    """A persistent connection to a server, like a proxy's."""
 
     def __init__(self, server: Server, key: str | None) -> None:
         parts = urlsplit(server.url)
@@ -59,10 +59,10 @@ class Client:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def ask(self, text: str, max_tokens: int) -> tuple[float, str | None]:
-        """Milliseconds that an answer took, and what the cache had to do with it.
+        """Returns an answer's milliseconds and its cache status.
 
         Raises:
-            RuntimeError: the server refused.
+            RuntimeError: the server rejected the request.
         """
         fields = {
             "model": "m",
@@ -84,17 +84,17 @@ class Client:
 
 @dataclass(frozen=True)
 class Added:
-    """Milliseconds of requests that are no repeats: medians."""
+    """Median milliseconds of non-repeated requests."""
 
     requests: int
     without: float
     with_it: float
-    added: float  # median difference of pairs, of both orders alike
+    added: float  # median difference of pairs, balanced over both orders
 
 
 @dataclass(frozen=True)
 class Hits:
-    """Milliseconds of an answer, computed and kept: medians."""
+    """Median milliseconds of a computed and a cached answer."""
 
     tokens: int
     computed: float
@@ -107,9 +107,9 @@ class Hits:
 
 @dataclass(frozen=True)
 class Repeats:
-    """A stream of requests, some of which were asked before."""
+    """A stream of requests with repeats."""
 
-    share: float  # of requests that were
+    share: float  # share of repeated requests
     tokens: int
     without: list[float]  # milliseconds of each request
     with_it: list[float]
@@ -120,14 +120,14 @@ class Repeats:
 
 
 def words(rng: random.Random, count: int) -> str:
-    """A text that no other request has."""
+    """Returns a text that is unique to this request."""
     return " ".join(rng.choice(("river", "town", "hill", "sea", "lake")) for _ in range(count)) + (
         f" {rng.random()}"
     )
 
 
 def measure_added(plain: Client, gated: Client, requests: int) -> Added:
-    """Pairs of the same new request, in turn: one token each, so that little else is measured."""
+    """Sends the same new request to both in turn, with one output token to isolate the overhead."""
     rng, without, with_it = random.Random(1), [], []
     for number in range(requests):
         text = words(rng, 40)
@@ -135,15 +135,15 @@ def measure_added(plain: Client, gated: Client, requests: int) -> Added:
         for client, found in order if number % 2 else order[::-1]:
             found.append(client.ask(text, 1)[0])
     added = [b - a for a, b in zip(without, with_it, strict=True)]
-    # Whoever is first finds the machine in another state, by more than what is measured. So the
-    # differences have two clusters, whose common median says nothing.
+    # The first of a pair sees another machine state, a larger effect than the one measured: the
+    # differences form two clusters, so take the median of each.
     orders = [statistics.median(added[first::2]) for first in (0, 1)]
     medians = (statistics.median(each) for each in (without, with_it))
     return Added(requests, *medians, statistics.fmean(orders))
 
 
 def measure_hits(gated: Client, answers: int, tokens: int) -> Hits:
-    """Each request twice: the engine computes it, then the cache has it."""
+    """Sends each request twice: once computed, once cached."""
     rng, computed, kept = random.Random(2), [], []
     for _ in range(answers):
         text = words(rng, 40)
@@ -156,7 +156,7 @@ def measure_hits(gated: Client, answers: int, tokens: int) -> Hits:
 
 
 def measure_repeats(plain: Client, gated: Client, requests: int, tokens: int) -> Repeats:
-    """The same requests to both, in turn; as many are repeats as in the recipe."""
+    """Sends the same requests to both in turn, with the published share of repeats."""
     rng = random.Random(3)
     num_repeats = round(RECIPES_REPEATS * requests)
     repeats = [True] * num_repeats + [False] * (requests - num_repeats - 1)
@@ -174,10 +174,10 @@ def measure_repeats(plain: Client, gated: Client, requests: int, tokens: int) ->
 
 @contextmanager
 def servers(model: str, logs: Path, timeout: float) -> Iterator[tuple[Client, Client]]:
-    """One server without the middleware and one with it, and a client of each."""
+    """Runs a server with and one without the middleware; yields a client for each."""
     options = ["--served-model-name", "m", "--max-model-len", "1024"]
     options += ["--kv-cache-memory-bytes", str(256 << 20)]
-    # A server closes a connection that is idle for 5 s, and the other one's turn may be longer.
+    # The default, 5 s, may pass during the other server's turn.
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
     gate = [*options, "--middleware", "vllm_metal.serving.Tenants"]
     with (
@@ -188,7 +188,7 @@ def servers(model: str, logs: Path, timeout: float) -> Iterator[tuple[Client, Cl
     ):
         clients = Client(plain, None), Client(gated, key)
         rng = random.Random(0)
-        while clients[1].ask(words(rng, 40), 1)[1] == "BYPASS":  # it still reads the weights
+        while clients[1].ask(words(rng, 40), 1)[1] == "BYPASS":  # it still hashes the weights
             time.sleep(0.5)
         for _ in range(20):
             for client in clients:
@@ -198,7 +198,7 @@ def servers(model: str, logs: Path, timeout: float) -> Iterator[tuple[Client, Cl
 
 @contextmanager
 def settings(folder: Path) -> Iterator[str]:
-    """Writes settings, names them to servers that start within, and gives a tenant's key."""
+    """Writes settings, passes them to servers started in the block, and yields a tenant's key."""
     (folder / "secret").write_text(os.urandom(32).hex())
     (folder / "secret").chmod(0o600)
     _, key = tenants_file.add(folder / "tenants.json", "benchmark")
@@ -214,7 +214,7 @@ def settings(folder: Path) -> Iterator[str]:
 
 
 def plot(found: Repeats, path: Path) -> None:
-    """Time that all requests so far took, by request."""
+    """Plots the total time so far by request."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU time that tenants, time limits and kept answers cost a server for each request.
+"""Measures the CPU time per request of tenants, time limits and the response cache.
 
-One server, asked in turns with the class and past it: new requests of one token, one at a time.
-User and system time are those of the server's process, in which the engine is not. A second round
-takes samples of the stack, for the table of where the time goes; they cost some themselves.
+Alternates requests through the class and around it on one server: new requests with one token, one
+at a time. User and system time are those of the server's process, without the engine. A second
+round samples the stack, which has a cost of its own, for the table of where the time goes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from serving import settings
 from vllm_metal.settings import salts, secret_file
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))  # the default model is chosen there, and only there
+sys.path.insert(0, str(ROOT / "examples"))  # defines the default model
 
 import _common  # noqa: E402
 
 GOAL_MS = 2.0
-#: What is asked: whole or streamed, and whether the answer may be kept.
+#: Kinds of requests: whole or streamed, and whether the answer may be cached.
 KINDS = {
     "whole, kept": {"temperature": 0},
     "whole, not kept": {"temperature": 1},
@@ -49,10 +49,10 @@ _WORDS = ("river", "town", "hill", "sea", "lake")
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU milliseconds a request."""
+    """CPU milliseconds per request."""
 
     kind: str
-    requests: int  # of each way
+    requests: int  # per variant
     past: float
     through: float
 
@@ -62,7 +62,7 @@ class Cost:
 
 
 class Client:
-    """A connection that stays open, and the server's process."""
+    """A persistent connection, and the server's process."""
 
     def __init__(self, server: Server, key: str, salt: str) -> None:
         parts = urlsplit(server.url)
@@ -72,10 +72,10 @@ class Client:
         self._process = _listener(parts.port)
 
     def ask(self, fields: dict[str, object], past: bool) -> None:
-        """A request that is no repeat.
+        """Sends a new request.
 
         Raises:
-            RuntimeError: the server refused.
+            RuntimeError: the server rejected the request.
         """
         text = f"{' '.join(self._rng.choices(_WORDS, k=20))} {self._rng.random()}"
         messages = [{"role": "user", "content": text}]
@@ -87,7 +87,7 @@ class Client:
         self._send("POST", "/v1/chat/completions", json.dumps(asked), headers)
 
     def block(self, fields: dict[str, object], past: bool, size: int) -> float:
-        """CPU milliseconds a request."""
+        """Returns CPU milliseconds per request."""
         before = self._process.cpu_times()
         for _ in range(size):
             self.ask(fields, past)
@@ -95,7 +95,7 @@ class Client:
         return (after.user + after.system - before.user - before.system) / size * 1000
 
     def sampled(self, fields: dict[str, object], past: bool, size: int) -> Counter[str]:
-        """Samples by place, of so many requests."""
+        """Returns samples by label for `size` requests."""
         self._send("GET", START)
         for _ in range(size):
             self.ask(fields, past)
@@ -111,7 +111,7 @@ class Client:
 
 
 def _listener(port: int | None) -> psutil.Process:
-    """The process that answers on a port of this machine."""
+    """Returns the process that listens on a local port."""
     for found in psutil.Process().children(recursive=True):
         if any(c.status == "LISTEN" and c.laddr.port == port for c in found.net_connections()):
             return found
@@ -119,23 +119,23 @@ def _listener(port: int | None) -> psutil.Process:
 
 
 def measure(client: Client, kind: str, blocks: int, size: int) -> Cost:
-    """Blocks of requests past the class and through it, in turns."""
+    """Alternates blocks of requests around the class and through it."""
     ways: dict[bool, list[float]] = {True: [], False: []}
     for number in range(blocks):
         for past in (True, False) if number % 2 else (False, True):
             ways[past].append(client.block(KINDS[kind], past, size))
-    # The kernel counts in hundredths of a second, so a median of blocks would be a coarse figure.
+    # The kernel counts hundredths of a second, too coarse for a median of blocks.
     past, through = (statistics.fmean(ways[way]) for way in (True, False))
     return Cost(kind, blocks * size, past, through)
 
 
 def places(client: Client, kind: str, cost: Cost, blocks: int, size: int) -> list[list[object]]:
-    """Rows of the table: milliseconds by place, past the class and through it."""
+    """Returns table rows: milliseconds by label, around the class and through it."""
     found = {True: Counter[str](), False: Counter[str]()}
     for _ in range(blocks):
         for past in found:
             found[past] += client.sampled(KINDS[kind], past, size)
-    # Samples say how the time is shared out; how much it is was measured without them.
+    # Samples give the shares; the total was measured without sampling.
     ms = {True: cost.past / found[True].total(), False: cost.through / found[False].total()}
     names = sorted(found[False] | found[True], key=lambda name: -found[False][name])
     rows: list[list[object]] = []
@@ -147,11 +147,11 @@ def places(client: Client, kind: str, cost: Cost, blocks: int, size: int) -> lis
 
 @contextmanager
 def client_of(model: str, logs: Path, timeout: float) -> Iterator[Client]:
-    """A server with the class and a way past it, warmed up."""
+    """Runs a warmed-up server with a bypass for the class."""
     options = ["--served-model-name", "m", "--max-model-len", "1024"]
     options += ["--kv-cache-memory-bytes", str(256 << 20)]
     options += ["--middleware", "_serving_probe.Probe"]
-    # A block of requests may find the connection idle for longer than the default, 5 s.
+    # A block of requests may exceed the default idle limit, 5 s.
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "600")
     found = [str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, found))
@@ -171,8 +171,8 @@ def client_of(model: str, logs: Path, timeout: float) -> Iterator[Client]:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="default: the embedded one")
-    parser.add_argument("--blocks", type=int, default=20, help="of requests, each way")
-    parser.add_argument("--size", type=int, default=50, help="requests of a block")
+    parser.add_argument("--blocks", type=int, default=20, help="blocks of requests per variant")
+    parser.add_argument("--size", type=int, default=50, help="requests per block")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--start-timeout", type=float, default=300.0, help="seconds")
     return parser.parse_args()

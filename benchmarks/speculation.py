@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second with speculation over without, on text that copies and text that does not.
+"""Measures the speedup of speculation on repetitive and on other text.
 
-Two engines in one process take turns at the same prompts, so that a ratio is of one run; prompts
-come from the prefix cache, so it is one of decoding. Prints a table, writes JSON, draws the plot:
+Two engines in one process take turns at the same prompts, so each ratio is from one run. Prompts
+are cached, so only decoding is compared. Prints a table, writes JSON, draws the plot:
 `python benchmarks/speculation.py`.
 """
 
@@ -53,15 +53,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case."""
+    """Results of one case."""
 
     case: str
     requests: int
     off_tokens_per_s: float
     on_tokens_per_s: float
-    ratio: float  # on over off, median of the repeats
-    acceptance: float  # of drafts verified
-    tokens_per_step: float  # of a request
+    ratio: float  # on / off, median of the repeats
+    acceptance: float  # share of verified drafts
+    tokens_per_step: float  # per request
 
 
 def cases(quick: bool) -> list[Case]:
@@ -96,7 +96,7 @@ def engine(model: str, method: str | None) -> LLM:
 
 
 def run(llm: LLM, case: Case, seed: int) -> float:
-    """Output tokens per second."""
+    """Returns output tokens per second."""
     params = [
         SamplingParams(
             temperature=case.temperature,
@@ -114,7 +114,7 @@ def run(llm: LLM, case: Case, seed: int) -> float:
 
 
 def counters(llm: LLM) -> tuple[float, float]:
-    """Drafts and accepted drafts so far."""
+    """Returns drafts and accepted drafts so far."""
     values = {metric.name: getattr(metric, "value", 0.0) for metric in llm.get_metrics()}
     names = ("num_draft_tokens", "num_accepted_tokens")
     drafted, accepted = (values.get(f"vllm:spec_decode_{name}", 0.0) for name in names)
@@ -122,7 +122,7 @@ def counters(llm: LLM) -> tuple[float, float]:
 
 
 def measure(off: LLM, on: LLM, case: Case, repeats: int) -> Result:
-    for llm in (off, on):  # the prompts into the prefix cache
+    for llm in (off, on):  # put the prompts into the prefix cache
         run(llm, Case(case.name, case.prompts, 1, 0.0), seed=0)
     before = counters(on)
     pairs = []

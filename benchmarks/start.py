@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time goes until an engine is ready: first start and second, in processes of their own.
+"""Measures the phases of an engine's start, for first and second starts.
 
-A first start finds empty caches of vLLM and of this plugin: it converts the embedded model. One
-that is "bare" finds no bytecode either, which set-up otherwise leaves. A second start finds what
-the first has left. The engine has the settings of examples/demo.py. With --before, another checkout
-of this repository is started in turn, under the same interpreter and packages.
+Each start is a process of its own. A first start finds empty caches of vLLM and of this plugin, and
+converts the embedded model. A "bare" one also lacks the bytecode that set-up normally leaves. A
+second start finds the first one's caches. The engine has the settings of examples/demo.py. With
+`--before`, alternates with another checkout under the same interpreter and packages.
 """
 
 import argparse
@@ -22,9 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
-#: The parts of a start, in the order in which they are drawn.
+#: Phases of a start, in plot order.
 PHASES = ("imports", "converting", "configuration", "engine", "model", "profile", "pool", "warm-up")
-#: What of the worker is timed: its method, and the phase that it is.
+#: Timed methods of the worker, with their phases.
 WORK = {
     "load_model": "model",
     "determine_available_memory": "profile",
@@ -44,7 +44,7 @@ def main() -> None:
         nargs="+",
         choices=("starts", "commands"),
         default=["starts", "commands"],
-        help="default: both; the figures of other parts stay",
+        help="default: both; keeps the results of other parts",
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -60,7 +60,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 caches = Path(folder)
                 for which in STARTS if "starts" in args.parts else STARTS[:1]:
-                    if which == "first":  # the bytecode of the bare start stays
+                    if which == "first":  # keep the bare start's bytecode
                         for cache in ("vllm", "vllm-metal"):
                             shutil.rmtree(caches / cache, ignore_errors=True)
                     phases = measured(tree, caches)
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def kept(name: str) -> dict[str, list[Any]]:
-    """What an earlier run has found of a tree."""
+    """Returns a tree's results of earlier runs."""
     path = RESULTS / "start.json"
     found: dict[str, list[Any]] = (
         json.loads(path.read_text()).get(name, {}) if path.is_file() else {}
@@ -83,7 +83,7 @@ def kept(name: str) -> dict[str, list[Any]]:
 
 
 def start() -> dict[str, float]:
-    """Seconds of each phase of a start in this process, which was asked for at STARTED."""
+    """Returns seconds of each phase of a start in this process, begun at STARTED."""
     begun = float(os.environ["STARTED"])
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     sys.path.insert(0, str(ROOT / "examples"))
@@ -133,11 +133,11 @@ def _timed(method: Callable[..., Any], phase: str, phases: dict[str, float]) -> 
 
 
 def environment(tree: Path, caches: Path) -> dict[str, str]:
-    """The environment of a process that runs a checkout and keeps what it caches in a folder."""
+    """Returns the environment to run a checkout with its caches in a folder."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {
         "PYTHONPATH": str(tree),
-        "PYTHONSAFEPATH": "1",  # else the folder that this runs in would come first
+        "PYTHONSAFEPATH": "1",  # else this script's folder comes first
         "PYTHONPYCACHEPREFIX": str(caches / "bytecode"),
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "VLLM_METAL_CACHE": str(caches / "vllm-metal"),
@@ -148,7 +148,7 @@ def environment(tree: Path, caches: Path) -> dict[str, str]:
 
 
 def measured(tree: Path, caches: Path) -> dict[str, float]:
-    """The phases of one start of a checkout, in a process of its own."""
+    """Returns the phases of one start of a checkout in a new process."""
     asked = environment(tree, caches) | {"STARTED": str(time.time())}
     line = [sys.executable, __file__, "--child"]
     done = subprocess.run(line, env=asked, capture_output=True, text=True)
@@ -159,8 +159,7 @@ def measured(tree: Path, caches: Path) -> dict[str, float]:
 
 
 def commands(tree: Path, caches: Path) -> dict[str, float]:
-    """Seconds that a checkout's commands take whose modules are compiled; of a server, until it
-    is healthy."""
+    """Returns seconds of a checkout's compiled commands, and of a server until it is healthy."""
     from _server import serve
 
     (model,) = (caches / "vllm-metal" / "models").glob("SmolLM2*[0-9]")
@@ -175,7 +174,7 @@ def commands(tree: Path, caches: Path) -> dict[str, float]:
             check=True,
         )
         found[command] = time.time() - begun
-    for which in ("server, first start", "server, second start"):  # of modules that only it has
+    for which in ("server, first start", "server, second start"):  # for the server's own modules
         begun = time.time()
         options = ("--max-model-len", "1024", "--kv-cache-memory-bytes", str(2**28))
         with serve(str(model), options, caches / "log", 300, asked):
@@ -184,7 +183,7 @@ def commands(tree: Path, caches: Path) -> dict[str, float]:
 
 
 def report(found: dict[str, dict[str, list[Any]]]) -> None:
-    """Prints the medians, writes all that was measured, and draws the phases."""
+    """Prints the medians, writes all measurements, and plots the phases."""
     from _shared import table
 
     bars = {
@@ -217,7 +216,7 @@ def report(found: dict[str, dict[str, list[Any]]]) -> None:
 
 
 def draw(bars: dict[str, dict[str, float]], totals: dict[str, float]) -> None:
-    """A bar a start, its phases one after the other, in results/start.png."""
+    """Plots each start as a bar of successive phases into results/start.png."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a long prompt costs a stream, and the stream the prompt, with steps bounded by time and not.
+"""Measures how a long prompt and a stream slow each other, with and without max_step_ms.
 
-Two engines in one process take turns. On each, a prompt is computed alone, then beside a stream
-that decodes: the time between the stream's tokens, idle and beside the prompt, and the prompt's
-rate, alone and beside the stream. Prints a table, writes JSON: `python benchmarks/step_budget.py`.
+Two engines in one process take turns. Each computes a prompt alone, then beside a decoding stream.
+Measures the time between the stream's tokens, idle and beside the prompt, and the prompt's rate,
+alone and beside the stream. Prints a table, writes JSON: `python benchmarks/step_budget.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import _engine  # comes first: it settles how vLLM and MLX start
+import _engine  # first, because it configures how vLLM and MLX start
 from _budget_runs import HEADERS, MOST_STREAMED, STREAM_PROMPT, compare
 from _engine import Engine
 from _shared import Prompts, note, table
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a prompt of 2,000 tokens, once")
     parser.add_argument("--toy", action="store_true", help="a model with little to compute")
     parser.add_argument("--model", help="folder; default: SmolLM2-135M in float32")
-    parser.add_argument("--tokens", type=int, help="of the prompt; default: 8000")
+    parser.add_argument("--tokens", type=int, help="tokens of the prompt; default: 8000")
     parser.add_argument("--repeats", type=int, help="default: 5")
     parser.add_argument("--max-step-ms", type=float, default=default, help=f"default: {default:g}")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")

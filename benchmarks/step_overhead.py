@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host time of a decode step, device excluded, beside mlx-lm's own generation loops.
+"""Compares the host time of a decode step, without the device, with mlx-lm's loops.
 
-A 28-layer model too small to keep a device busy is decoded by the engine and by mlx-lm in one
-process, in turn. Host time is CPU time of the thread that drives the steps (`time.thread_time`):
-building the graph, handing it over, bookkeeping. MLX computes on another thread, so device work and
-waiting for it are not in the figure. On the CPU device, handing over includes what MLX does for
-each operation before its thread can start it, and waking up each time that thread has caught up.
+The engine and mlx-lm alternate in one process, with a 28-layer model too small to keep a device
+busy. Host time is CPU time of the driving thread (`time.thread_time`): building the graph,
+submitting it, bookkeeping. MLX computes on another thread, so device work and waiting are excluded.
+On the CPU device, submission includes MLX's per-operation setup and waking that thread whenever it
+is idle.
 """
 
 import argparse
@@ -56,11 +56,11 @@ CONFIG = {
     "torch_dtype": "float32",
 }
 PROMPT_LEN = 32
-WARM_UP = 8  # steps: prompts, and caches warm
+WARM_UP = 8  # steps: prompts, and warm caches
 
 
 def write_model(folder: Path, seed: int = 0) -> None:
-    """A model folder with random weights."""
+    """Writes a model folder with random weights."""
     from mlx_lm.models import llama
 
     mx.random.seed(seed)
@@ -72,14 +72,14 @@ def write_model(folder: Path, seed: int = 0) -> None:
 
 
 class Meter:
-    """Adds up the driving thread's CPU time in chosen functions, without what they call in turn."""
+    """Sums the driving thread's CPU time in chosen functions, excluding nested ones."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._within: list[float] = []  # of each call that has not returned, what it called took
+        self._within: list[float] = []  # nested time of each active call
 
     def wrap(self, owner: object, name: str, phase: str) -> None:
-        """From now on the function's time counts for the phase."""
+        """Counts the function's time for `phase` from now on."""
         inner = getattr(owner, name)
 
         def timed(*args: object, **kwargs: object) -> object:
@@ -97,7 +97,7 @@ class Meter:
         setattr(owner, name, timed)
 
     def measure(self, step: Callable[[], object], steps: int, rest: str) -> dict[str, float]:
-        """Milliseconds of a step by phase, of so many; `rest` is what no other phase has."""
+        """Returns milliseconds per step by phase; `rest`: name for the remaining time."""
         self.seconds.clear()
         started = time.thread_time()
         for _ in range(steps):
@@ -107,14 +107,14 @@ class Meter:
         return {phase: 1e3 * seconds / steps for phase, seconds in self.seconds.items()}
 
 
-#: In the order of a step.
+#: In step order.
 SCHEDULE, ROWS, PLANS, WRITES = "vLLM's scheduler", "tokens and tables", "plans", "K/V written"
 GRAPH, SAMPLE, HAND_OVER = "the forward's graph", "logits and sampling", "hand-over to MLX"
 PHASES = (SCHEDULE, ROWS, PLANS, WRITES, GRAPH, SAMPLE, HAND_OVER)
 
 
 def wrap_all(meter: Meter, llm: LLM) -> None:
-    """Meters what the phases are made of, in the engine and in MLX."""
+    """Meters the functions of each phase, in the engine and in MLX."""
     worker = llm.llm_engine.model_executor.driver_worker.worker
     for name in ("execute_model", "sample_tokens"):
         meter.wrap(worker, name, ROWS)
@@ -127,13 +127,13 @@ def wrap_all(meter: Meter, llm: LLM) -> None:
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Of tokens drawn at random, so that no two begin alike."""
+    """Returns random prompts without shared prefixes."""
     rng = np.random.default_rng(count)
     return [rng.integers(0, CONFIG["vocab_size"], PROMPT_LEN).tolist() for _ in range(count)]
 
 
 def engine_step(llm: LLM, meter: Meter, num_requests: int, steps: int) -> dict[str, float]:
-    """Milliseconds of host time of the engine's decode step, by phase."""
+    """Returns the host milliseconds of an engine's decode step, by phase."""
     params = SamplingParams(temperature=0, max_tokens=steps + 9, ignore_eos=True, detokenize=False)
     core = llm.llm_engine
     for index, prompt in enumerate(prompts(num_requests)):
@@ -148,14 +148,14 @@ def engine_step(llm: LLM, meter: Meter, num_requests: int, steps: int) -> dict[s
 
 
 def mlx_lm_model(folder: Path) -> nn.Module:
-    """The same model, as mlx-lm loads it."""
+    """Loads the model with mlx-lm."""
     from mlx_lm.utils import load_model
 
     return load_model(folder)[0]
 
 
 def mlx_lm_step(model: nn.Module, meter: Meter, num_requests: int, steps: int) -> dict[str, float]:
-    """The same of mlx-lm's: `generate_step` for one request, the loop of `batch_generate` else."""
+    """Like `engine_step`, for mlx-lm's `generate_step`, or `batch_generate`'s loop for several."""
     from mlx_lm.generate import BatchGenerator, generate_step  # once the engine has set the device
 
     if num_requests == 1:
@@ -177,15 +177,15 @@ def mlx_lm_step(model: nn.Module, meter: Meter, num_requests: int, steps: int) -
     return found
 
 
-#: Numbers of drafts, and of requests.
+#: Numbers of drafts and of requests.
 DRAFTS, REQUESTS = (0, 1, 2, 4), (1, 8, 32)
-#: Of a step: its host time in milliseconds; how often the thread that drives it waits for an array;
-#: forwards that the models' Python builds, of the target's and all passes.
+#: Per step: host milliseconds; waits of the driving thread for an array; forward passes built in
+#: Python, of the target's and of all models'.
 HOST, WAITS, BUILT = "ms", "waits", "built in Python"
 
 
 def engine(model: Path, **options: Any) -> LLM:
-    """An engine for what is measured here."""
+    """Makes the engine to measure."""
     return LLM(
         str(model),
         skip_tokenizer_init=True,
@@ -198,7 +198,7 @@ def engine(model: Path, **options: Any) -> LLM:
 
 
 def draft_engine(target: Path, draft: Path, num_drafts: int) -> LLM:
-    """The engine with a draft model; without one for no drafts."""
+    """Makes the engine with a draft model; without one if `num_drafts` is 0."""
     speculation = {"method": "draft_model", "model": str(draft)}
     return engine(
         target,
@@ -211,7 +211,7 @@ def draft_engine(target: Path, draft: Path, num_drafts: int) -> LLM:
 
 @contextmanager
 def counted(found: dict[str, float]) -> Iterator[None]:
-    """Counts waits and forwards built in Python."""
+    """Counts waits, and forward passes built in Python."""
     kept = mx.eval, ModelParts.forward_hidden
 
     def waiting(*arrays: object) -> None:
@@ -230,7 +230,7 @@ def counted(found: dict[str, float]) -> Iterator[None]:
 
 
 def draft_step(llm: LLM, num_requests: int, steps: int) -> dict[str, float]:
-    """HOST, WAITS and BUILT of a step in which all requests decode."""
+    """Returns HOST, WAITS and BUILT of a step in which all requests decode."""
     params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
     core, found = llm.llm_engine, {WAITS: 0.0, BUILT: 0.0}
     req_ids = [f"{num_requests}-{index}" for index in range(num_requests)]
@@ -251,7 +251,7 @@ def draft_step(llm: LLM, num_requests: int, steps: int) -> dict[str, float]:
 
 
 def draft_steps(steps: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Medians by "DRAFTS, REQUESTS"; the draft model is as large as the target, seldom right."""
+    """Returns medians by "DRAFTS, REQUESTS", with a draft model as large as the target."""
     runs: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
         target, draft = Path(name, "target"), Path(name, "draft")
@@ -273,7 +273,7 @@ def draft_steps(steps: int, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def draft_table(found: dict[str, dict[str, float]]) -> str:
-    """Drafts down, requests across; what a further pass takes of a step without drafts."""
+    """Formats drafts as rows, requests as columns; adds the cost of a further pass."""
     lines = [f"| drafts | {' | '.join(f'requests: {count}' for count in REQUESTS)} |"]
     lines.append("| --- |" + " ---: |" * len(REQUESTS))
     for num_drafts in DRAFTS:
@@ -290,13 +290,13 @@ def draft_table(found: dict[str, dict[str, float]]) -> str:
 
 
 def medians(runs: list[dict[str, float]]) -> dict[str, float]:
-    """By phase, and of the whole."""
+    """Returns medians by phase, and of the total."""
     whole = {"whole step": float(np.median([sum(run.values()) for run in runs]))}
     return {phase: float(np.median([run[phase] for run in runs])) for phase in runs[0]} | whole
 
 
 def table(of: dict[str, dict[str, float]]) -> str:
-    """Phases down, what was measured across, as Markdown."""
+    """Formats phases as rows, variants as columns, in Markdown."""
     lines = ["| ms | " + " | ".join(of) + " |", "| --- |" + " ---: |" * len(of)]
     for phase in (*PHASES, "whole step"):
         cells = [f"{found[phase]:.2f}" if phase in found else "" for found in of.values()]
@@ -307,7 +307,7 @@ def table(of: dict[str, dict[str, float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200, help="decode steps measured")
-    parser.add_argument("--repeats", type=int, default=5, help="medians are of this many")
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats")
     parser.add_argument("--drafts", action="store_true", help="steps with a draft model instead")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
@@ -326,7 +326,7 @@ def main() -> None:
         meter = Meter()
         wrap_all(meter, llm)
         runs: dict[str, list[dict[str, float]]] = {}
-        for _ in range(args.repeats):  # in turn, so that a drifting machine hits all alike
+        for _ in range(args.repeats):  # alternating, so that a drifting machine affects all alike
             for count in (1, 32):
                 here = mlx_lm_step(model, meter, count, args.steps)
                 runs.setdefault(f"mlx-lm, {count}", []).append(here)

@@ -91,7 +91,7 @@ def write_model(folder: Path, family: str) -> None:
 def step_ms(
     llm: LLM, meter: overhead.Meter, num_requests: int, steps: int, run: int
 ) -> dict[str, float]:
-    """Milliseconds of host time of a decode step, by phase."""
+    """Returns the host milliseconds of a decode step, by phase."""
     core, req_ids = llm.llm_engine, [f"{run}-{n}" for n in range(num_requests)]
     rng = np.random.default_rng(run)
     for index, req_id in enumerate(req_ids):
@@ -115,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", choices=list(FAMILIES), default="gemma4")
     parser.add_argument("--steps", type=int, default=60, help="decode steps measured")
-    parser.add_argument("--repeats", type=int, default=5, help="medians are of this many")
+    parser.add_argument("--repeats", type=int, default=5, help="number of repeats")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     runs: dict[str, list[float]] = {}
@@ -127,7 +127,7 @@ def main() -> None:
             place: overhead.engine(Path(name), additional_config={"embedding_tables": place})
             for place in PLACES
         }
-        for run in range(args.repeats):  # in turn, so that a drifting machine hits all alike
+        for run in range(args.repeats):  # alternating, so that a drifting machine affects all alike
             for count in REQUESTS:
                 for place, llm in engines.items():
                     found = step_ms(llm, meter, count, args.steps, run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared with `vllm-metal chat`: environment, default model, a small KV cache."""
+"""Provides the environment, default model and small KV cache of `vllm-metal chat`."""
 
 from vllm_metal.cli.chat.surroundings import DEFAULT_KV_CACHE_GIB, default_model, prepare
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the client examples: the server's address, and an error if it does not answer."""
+"""Helpers of the client examples: server options, and an error if it does not answer."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ or on MLX's CPU backend:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Options that all clients have: the server and its key."""
+    """Returns a parser with the clients' common options: server and key."""
     made = argparse.ArgumentParser(description=description)
     server = os.environ.get("SERVER_URL", "http://127.0.0.1:8000")
     made.add_argument("--server", default=server, help="default: SERVER_URL, or %(default)s")
@@ -26,7 +26,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def openai_client(args: argparse.Namespace) -> tuple[openai.OpenAI, str]:
-    """A client, and the name of the model that the server has."""
+    """Returns a client and the name of the server's model."""
     client = openai.OpenAI(base_url=f"{args.server}/v1", api_key=args.api_key, max_retries=0)
     return client, client.models.list().data[0].id
 
@@ -39,12 +39,12 @@ def run(
     """Runs an example.
 
     Args:
-        example: asks the server.
-        args: of its command line.
-        client: the client's package, whose errors it may raise.
+        example: the function that sends requests.
+        args: the parsed command line.
+        client: the client package, for its error classes.
 
     Returns:
-        The exit status: 1 where no server answers, or it refuses a request.
+        The exit status: 1 if the server does not answer or rejects a request.
     """
     try:
         example(args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints lines, tables and a spinner: with rich if it is installed, else plainly."""
+"""Prints lines, tables and a spinner, with rich if it is installed."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ except ImportError:
 else:
     _console = Console(highlight=False, soft_wrap=True)
 
-#: All but tabs and newlines, of C0 and C1.
+#: C0 and C1 control characters except tabs and newlines.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -28,9 +28,9 @@ def say(text: str, style: str = "") -> None:
 
 
 def stream(text: str) -> None:
-    """Prints a piece of an answer at once, without a newline, and without control characters.
+    """Prints a piece of an answer immediately, without control characters or a newline.
 
-    A model's answer could set the clipboard or the title of the terminal otherwise.
+    Otherwise an answer could set the terminal's clipboard or title.
     """
     print(_CONTROLS.sub("", text), end="", flush=True)
 
@@ -47,7 +47,7 @@ def working(what: str) -> Iterator[None]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; all columns but the first are aligned to the right."""
+    """Prints a table; all columns but the first are right-aligned."""
     if _console is not None:
         drawn = Table(*header)
         for column in drawn.columns[1:]:

@@ -18,7 +18,7 @@ _MOST_TURNS = 10
 
 
 def tools(folder: Path) -> Mapping[str, Callable[..., Any]]:
-    """What the model may call, by name. It reads this folder, and nothing else."""
+    """Returns the model's tools by name. They can only read files in `folder`."""
 
     def list_files() -> list[str]:
         """Lists the files in the folder."""
@@ -26,7 +26,7 @@ def tools(folder: Path) -> Mapping[str, Callable[..., Any]]:
 
     def read_file(name: str) -> str:
         """Reads a file of the folder."""
-        if name not in list_files():  # nor a path that leads out of it
+        if name not in list_files():  # also rejects paths outside of the folder
             raise ValueError(f"there is no file {name!r}; there are {list_files()}")
         return (folder / name).read_text()
 
@@ -45,7 +45,7 @@ PARAMETERS: Mapping[str, dict[str, Any]] = {
 
 
 def described(callables: Mapping[str, Callable[..., Any]]) -> list[ChatCompletionToolParam]:
-    """The tools as the model is told of them; always in one order, as they begin the prompt."""
+    """Returns the tool descriptions, in a fixed order because they begin the prompt."""
     return [
         {
             "type": "function",
@@ -64,7 +64,7 @@ def described(callables: Mapping[str, Callable[..., Any]]) -> list[ChatCompletio
 
 
 def call(callables: Mapping[str, Callable[..., Any]], name: str, arguments: str) -> str:
-    """The result of a call, as JSON. The model is told of an error, and may try again."""
+    """Returns a call's result as JSON. Errors go to the model, which may try again."""
     try:
         return json.dumps(callables[name](**json.loads(arguments)))
     except (KeyError, TypeError, ValueError) as error:
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
             model=model, messages=messages, tools=described(callables), temperature=0
         )
         answer = reply.choices[0].message
-        messages.append(answer.to_dict())  # the history only grows: its K/V are in the cache
+        messages.append(answer.to_dict())  # only append, so that earlier K/V stay cached
         if not answer.tool_calls:
             print(f"\n{(answer.content or '').strip()}")
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams answers of several requests at once, without a server, and cancels one of them."""
+"""Streams several answers at once without a server, and cancels one of them."""
 
 import argparse
 import asyncio
@@ -16,11 +16,11 @@ QUESTIONS = {
     "Oslo": "What is Oslo known for? Answer in one sentence.",
     "story": "Tell a long story about a lighthouse.",
 }
-CANCELLED, AFTER = "story", 5  # a request, and the pieces of its answer until nobody wants it
+CANCELLED, AFTER = "story", 5  # request to cancel, after this many pieces
 
 
 async def answer(engine: "AsyncLLM", name: str, max_tokens: int, pieces: list[str]) -> None:
-    """Asks one question; appends each piece of the answer when it comes."""
+    """Asks one question; appends each piece of the answer to `pieces`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -44,10 +44,10 @@ async def answer_all(engine: "AsyncLLM", max_tokens: int) -> dict[str, list[str]
     }
     while len(pieces[CANCELLED]) < AFTER and not tasks[CANCELLED].done():
         await asyncio.sleep(0.01)
-    tasks[CANCELLED].cancel()  # the engine computes it no further, and its memory is free
+    tasks[CANCELLED].cancel()  # the engine stops computing it and frees its memory
     done = await asyncio.gather(*tasks.values(), return_exceptions=True)
     for error in done:
-        if isinstance(error, Exception):  # what was cancelled is none
+        if isinstance(error, Exception):  # CancelledError is not an Exception
             raise error
     return pieces
 
@@ -81,5 +81,5 @@ async def main() -> None:
         _terminal.say(f"{len(pieces[name])} pieces, {end}", "dim")
 
 
-if __name__ == "__main__":  # the engine is a child process, which imports this file
+if __name__ == "__main__":  # the engine is a child process that imports this file
     asyncio.run(main())

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chat of three turns with the embedded model, which checks its answers and its cache hits.
+"""Runs a three-turn chat with the embedded model; checks its answers and cache hits.
 
-Nothing touches the network. The exit status is 1 where an answer is wrong or a turn did not find
-the turns before it in the prefix cache.
+Uses no network. The exit status is 1 if an answer is wrong or a turn missed earlier turns
+in the prefix cache.
 """
 
 import argparse
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScriptedTurn:
-    """A question and a word that a right answer has."""
+    """A question, and a word that the right answer contains."""
 
     question: str
     expected: str
 
 
-# Each question but the first refers to the turns before it.
+# Each later question refers to earlier turns.
 SCRIPT = (
     ScriptedTurn("What is the capital of France?", "Paris"),
     ScriptedTurn("What language do they speak there?", "French"),
     ScriptedTurn("And in Italy?", "Italian"),
 )
-MAX_TOKENS = 40  # of an answer
+MAX_TOKENS = 40  # per answer
 MAX_MODEL_LEN = 1024
 KV_CACHE_GIB = 0.25
 
@@ -79,7 +79,7 @@ def main() -> int:
                 max_num_seqs=1,
                 enable_prefix_caching=True,
                 kv_cache_memory_bytes=int(KV_CACHE_GIB * 2**30),
-                disable_log_stats=False,  # has the times of each answer
+                disable_log_stats=False,  # for the times of each answer
             )
     except ImportError as error:
         _terminal.say(f"demo: {error}", "bold red")
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def play(llm: "LLM") -> int:
-    """Asks the script's questions; returns the exit status."""
+    """Runs the script; returns the exit status."""
     block_size = llm.llm_engine.vllm_config.cache_config.block_size
     conversation: list[ChatCompletionMessageParam] = []
     turns: list[TurnStats] = []
@@ -144,9 +144,9 @@ def ask(llm: "LLM", conversation: "list[ChatCompletionMessageParam]") -> tuple[s
 
 
 def missed_hits(number: int, now: TurnStats, before: TurnStats, block_size: int) -> list[str]:
-    """What is wrong with the cache hits of a turn, given the turn before it.
+    """Returns the problems with a turn's cache hits, given the previous turn.
 
-    Its prompt begins with the whole prompt of the turn before, whose full blocks it must find.
+    Its prompt begins with the whole previous prompt, so it must find that prompt's full blocks.
     """
     expected = before.prompt_tokens // block_size * block_size
     if now.cached_tokens >= expected > 0:
@@ -157,5 +157,5 @@ def missed_hits(number: int, now: TurnStats, before: TurnStats, block_size: int)
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__).parse_args()  # it takes none
+    argparse.ArgumentParser(description=__doc__).parse_args()  # rejects arguments
     sys.exit(main())

@@ -21,7 +21,7 @@ QUESTIONS = (
 
 
 def similarity(one: Sequence[float], other: Sequence[float]) -> float:
-    """The cosine of two vectors."""
+    """Returns the cosine similarity of two vectors."""
     lengths = math.hypot(*one) * math.hypot(*other)
     return sum(a * b for a, b in zip(one, other, strict=True)) / lengths
 

@@ -25,7 +25,7 @@ def main(args: argparse.Namespace) -> None:
             system=SYSTEM,
             messages=messages,
             max_tokens=args.max_tokens,
-            extra_body={"temperature": 0},  # which this client has no argument for
+            extra_body={"temperature": 0},  # this client has no such argument
         ) as stream:
             for text in stream.text_stream:
                 print(text, end="", flush=True)

@@ -46,5 +46,5 @@ def main() -> None:
         _terminal.say(f"{prompt} prompt tokens, {cached} from the prefix cache", "dim")
 
 
-if __name__ == "__main__":  # the engine may be a child process, which imports this file
+if __name__ == "__main__":  # the engine may be a child process that imports this file
     main()

@@ -48,7 +48,7 @@ def stream(client: OpenAI, model: str) -> None:
 
 
 def log_probabilities(client: OpenAI, model: str) -> None:
-    """Prints the most likely tokens at each place of a short completion."""
+    """Prints the most likely tokens at each position of a short completion."""
     print("\nlog-probabilities:")
     reply = client.completions.create(
         model=model, prompt="The capital of Italy is", max_tokens=4, temperature=0, logprobs=3

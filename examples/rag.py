@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers questions from this project's pages, and prints how much of each prompt was cached.
+"""Answers questions about this project's pages, and prints the cached share of each prompt.
 
-Passages stand at the prompt's beginning, those that were found first in front: the next question
-finds their K/V in the prefix cache, and only passages that are new are computed.
+Passages come first in the prompt, in the order they were found: the next question finds their K/V
+in the prefix cache, and only new passages are computed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ QUESTIONS = (
     "What keeps tenants apart?",
 )
 INSTRUCTIONS = "Answer in one short sentence, from these passages only."
-_LONGEST = 500  # characters of a passage
+_LONGEST = 500  # characters per passage
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ class Passage:
 
 
 class Retriever:
-    """Finds passages by their words: BM25 (Robertson and Zaragoza 2009)."""
+    """Finds passages by keywords: BM25 (Robertson and Zaragoza 2009)."""
 
     def __init__(self, passages: Sequence[Passage]) -> None:
-        """Takes what is searched."""
+        """Indexes the passages."""
         self._passages = passages
         self._counts = [Counter(_words(f"{each.page} {each.text}")) for each in passages]
         self._mean = sum(map(Counter.total, self._counts)) / len(passages)
         self._having = Counter(word for counts in self._counts for word in counts)
 
     def find(self, question: str, most: int) -> list[Passage]:
-        """The passages that suit a question best, the best one first."""
+        """Returns the passages that match a question best, best first."""
         words = set(_words(question))
         scores = [self._score(words, counts) for counts in self._counts]
         order = sorted(range(len(scores)), key=lambda at: -scores[at])
@@ -67,7 +67,7 @@ class Retriever:
 
 
 def passages(folder: Path) -> list[Passage]:
-    """Paragraphs of all pages of Markdown in a folder; tables, lists and code are left out."""
+    """Returns the paragraphs of a folder's Markdown pages, without tables, lists and code."""
     found = [
         Passage(page.stem, " ".join(paragraph.split())[:_LONGEST])
         for page in sorted(folder.glob("*.md"))
@@ -82,7 +82,7 @@ def passages(folder: Path) -> list[Passage]:
 
 
 def prompt(known: Sequence[Passage], question: str) -> str:
-    """Passages first, and the question last: what changes stands at the end."""
+    """Makes a prompt with the passages first and the question, which changes, last."""
     texts = "\n\n".join(f"[{each.page}] {each.text}" for each in known)
     return f"{INSTRUCTIONS}\n\n{texts}\n\nQuestion: {question}"
 
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
     total, cached = 0, 0  # prompt tokens
     for question in args.question or QUESTIONS:
         found = retriever.find(question, args.passages)
-        known += [each for each in found if each not in known]  # those before keep their places
+        known += [each for each in found if each not in known]  # append only, to keep the prefix
         known = known if len(known) <= args.most else found
         print(f"\n> {question}\n  from {', '.join(each.page for each in found)}")
         reply = client.chat.completions.create(
@@ -120,7 +120,7 @@ def _share(tokens: int, cached: int) -> str:
 
 
 def _words(text: str) -> list[str]:
-    """Words in lower case, plurals without their s."""
+    """Returns lower-case words without plural s."""
     return [word.removesuffix("s") for word in re.findall(r"[a-z0-9_]+", text.lower())]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Uses the Responses API with the OpenAI client: a stream, then a turn that passes items back."""
+"""Uses the Responses API with the OpenAI client: a stream, then a follow-up turn."""
 
 import argparse
 import sys
@@ -13,8 +13,8 @@ QUESTIONS = ("What is the capital of France?", "Which river flows through it?")
 
 def main(args: argparse.Namespace) -> None:
     client, model = _server.openai_client(args)
-    # The server keeps nothing: each turn sends all items, and finds their K/V in the prefix cache.
-    # With VLLM_ENABLE_RESPONSES_API_STORE=1 it keeps them, and takes `previous_response_id`.
+    # The server stores nothing: each turn sends all items and finds their K/V in the prefix cache.
+    # With VLLM_ENABLE_RESPONSES_API_STORE=1 it stores them and accepts `previous_response_id`.
     items: list[ResponseInputItemParam] = []
     for question in QUESTIONS:
         print(f"\n> {question}")

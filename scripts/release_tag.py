@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks a release's tag against the sources, and prints its notes from CHANGELOG.md.
 
-    python scripts/release_tag.py check v0.33.0.1    # exit status 1 and the reasons if it is none
+    python scripts/release_tag.py check v0.33.0.1    # exit status 1 with reasons if it is invalid
     python scripts/release_tag.py notes v0.33.0.1
 
-A version is vLLM's and ours: docs/compatibility.md says how they go together.
+A version combines vLLM's and ours, see docs/compatibility.md.
 """
 
 import re
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def problems(root: Path, tag: str) -> list[str]:
-    """Why a tag is no release of the sources in `root`; empty: it is one."""
+    """Returns why a tag does not match the sources in `root`; empty if it does."""
     version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
     found = []
     if tag != f"v{version}":
@@ -33,7 +33,7 @@ def problems(root: Path, tag: str) -> list[str]:
 
 
 def notes(root: Path, tag: str) -> str:
-    """What CHANGELOG.md says of a version; empty: nothing."""
+    """Returns a version's section of CHANGELOG.md, empty if there is none."""
     text = (root / "CHANGELOG.md").read_text()
     heading = rf"^## \[{re.escape(tag.removeprefix('v'))}\][^\n]*\n(.*?)(?=^## |\Z)"
     section = re.search(heading, text, re.MULTILINE | re.DOTALL)

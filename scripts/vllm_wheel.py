@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the wheel of vLLM that is installed on all platforms, of vLLM's source distribution.
+"""Builds a platform-independent wheel of vLLM from its source distribution.
 
     python vllm_wheel.py FOLDER
 
-makes the wheel in FOLDER, the same bytes each time, and prints its path. It takes Python and its
-pip, which downloads the source distribution (47 MB) from where it is configured to look; no package
-besides. VLLM_SDIST names a copy of the file to use instead. requirements/vllm.txt pins the version
-and the hash, which a copy must have, too; --pin names another such file.
+writes the wheel into FOLDER, reproducibly, and prints its path. It only needs Python and pip, which
+downloads the source distribution (47 MB) from its configured index. VLLM_SDIST names a local copy
+of the file instead. requirements/vllm.txt pins the version and the hash, which a copy must match;
+`--pin` names another such file.
 
 The plugin uses none of vLLM's compiled parts, so nothing is built: the wheel holds vLLM's Python
 and data files, for Python 3 on any platform. Its version ends in `+metal`. It requires what vLLM's
@@ -33,7 +33,7 @@ from zipfile import ZipFile, ZipInfo
 
 LOCAL_VERSION = "metal"
 TAG = "py3-none-any"
-# Requirements that become an extra of vLLM's: it imports them when it needs them.
+# Requirements that become an extra: vLLM imports them only when needed.
 OPTIONAL = {"opencv-python-headless": "video"}  # 61 MB, to decode videos
 _WHEEL = f"""\
 Wheel-Version: 1.0
@@ -42,7 +42,7 @@ Root-Is-Purelib: true
 Tag: {TAG}
 """
 # pip asks a source distribution's build backend for its requirements before it keeps the file. This
-# stands in for vLLM's backend, which would need torch and a compiler; no code of the file runs.
+# replaces vLLM's backend, which would need torch and a compiler; no code of the file runs.
 _BACKEND = """\
 import pathlib
 
@@ -56,12 +56,12 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 class WheelError(Exception):
-    """No wheel can be made; the message says why."""
+    """The wheel cannot be built; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Pin:
-    """The source distribution: a requirements file for pip, and what it says."""
+    """The pinned source distribution: a requirements file for pip, and its contents."""
 
     file: Path
     version: str
@@ -77,10 +77,10 @@ class Pin:
 
 
 def download(pin: Pin, folder: Path) -> Path:
-    """Downloads the source distribution with pip, as it is configured: index, proxy, certificates.
+    """Downloads the source distribution with pip's configuration (index, proxy, certificates).
 
     Raises:
-        WheelError: pip fails; it has said why.
+        WheelError: pip failed and has printed the reason.
     """
     backend = folder / "backend" / "setuptools"
     backend.mkdir(parents=True)
@@ -96,7 +96,7 @@ def download(pin: Pin, folder: Path) -> Path:
 
 
 def make(source: Path, folder: Path, pin: Pin) -> Path:
-    """Makes the wheel of the source distribution in `folder`; returns its path.
+    """Writes the wheel of the source distribution into `folder`; returns its path.
 
     Raises:
         WheelError: `source` does not have the pinned hash.
@@ -110,7 +110,7 @@ def make(source: Path, folder: Path, pin: Pin) -> Path:
     made = folder / f"vllm-{version}-{TAG}.whl"
     record = io.StringIO()
     rows = csv.writer(record, lineterminator="\n")
-    # Not compressed: another zlib would make other bytes, and the file is for this machine.
+    # Uncompressed: another zlib would give other bytes, and the file stays on this machine.
     with ZipFile(made, "w") as wheel:
 
         def add(name: str, content: bytes, mode: int = 0o644) -> None:
@@ -136,19 +136,19 @@ def make(source: Path, folder: Path, pin: Pin) -> Path:
 
 
 def _files(source: Path) -> Iterator[tuple[str, bytes, int]]:
-    """Names, contents and modes of the files that a wheel is made of."""
+    """Yields names, contents and modes of the wheel's files."""
     kept = ("vllm/", "PKG-INFO", "LICENSE", "requirements/common.txt", "vllm.egg-info/entry_points")
     with tarfile.open(source) as archive:
         for member in archive:
             name = member.name.partition("/")[2]
             if member.isfile() and name.startswith(kept):
                 file = archive.extractfile(member)
-                assert file is not None  # only None for what is no file
+                assert file is not None  # None only for directories and the like
                 yield name, file.read(), member.mode
 
 
 def _metadata(about: dict[str, bytes], version: str) -> bytes:
-    """PKG-INFO without the requirements that requirements/common.txt does not list."""
+    """Returns PKG-INFO with only the requirements listed in requirements/common.txt."""
     common = {_name(line) for line in about["requirements/common.txt"].decode().splitlines()}
     head, _, description = about["PKG-INFO"].decode().partition("\n\n")
     lines = []
@@ -167,7 +167,7 @@ def _metadata(about: dict[str, bytes], version: str) -> bytes:
 
 
 def _name(requirement: str) -> str:
-    """The package that a requirement names; empty for a comment."""
+    """Returns the package name of a requirement; empty for a comment."""
     found = re.match(r"[\w.-]*", requirement)
     return re.sub(r"[-_.]+", "-", found[0]).lower() if found else ""
 

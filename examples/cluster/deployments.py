@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ray Serve's two deployments: replicas, each with its own `vllm serve`, and their front end."""
+"""Ray Serve deployments: replicas with a `vllm serve` each, and their front end."""
 
 import asyncio
 import os
@@ -23,11 +23,11 @@ VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main", "serve")
 GUARD = Path(__file__).with_name("guard.py")
 POLL_S = 0.25
 CONNECT_S = 5.0
-END_S = 5.0  # many times what it takes until a process that was killed is known to be
-#: What vLLM's streams begin an error with: of OpenAI's kinds, and of others.
+END_S = 5.0  # far longer than noticing a killed process takes
+#: Starts of error events in vLLM's streams, for OpenAI's and other APIs.
 ERRORS = (b'data: {"error"', b"event: error")
 IDLE_S = 4.0  # vLLM ends idle connections after 5 (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
-#: Headers of one connection (RFC 9110, 7.6.1), and those that each end of one writes itself.
+#: Hop-by-hop headers (RFC 9110, 7.6.1), and those that each side sets itself.
 OF_A_CONNECTION = frozenset(
     {
         *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"),
@@ -37,14 +37,14 @@ OF_A_CONNECTION = frozenset(
 
 
 class Replica:
-    """One `vllm serve` on this machine, and the way to it. Where one ends, so does the other."""
+    """A `vllm serve` on this machine. The replica and the server end together."""
 
     async def __init__(self, arguments: Sequence[str], folder: str) -> None:
         """Starts the server, and waits until it answers.
 
         Args:
-            arguments: of `vllm serve`.
-            folder: to start it in, where this machine has it: paths among `arguments` begin there.
+            arguments: arguments of `vllm serve`.
+            folder: working directory, if it exists on this machine; relative paths start here.
         """
         self._name = serve.get_replica_context().replica_id.unique_id
         port = _free_port()
@@ -55,7 +55,7 @@ class Replica:
             stdout=subprocess.PIPE,
             cwd=folder if Path(folder).is_dir() else None,
         )
-        # A prompt may take minutes; the server has a limit of its own, `timeout_s`.
+        # A prompt may take minutes; the server has its own limit, `timeout_s`.
         self._client = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
             timeout=httpx.Timeout(None, connect=CONNECT_S),
@@ -66,10 +66,10 @@ class Replica:
             await asyncio.sleep(POLL_S)
 
     async def answer(self, asked: Asked) -> AsyncIterator[Head | bytes]:
-        """The server's answer: its head, then its body as it comes.
+        """Yields the server's answer: its head, then its body as it arrives.
 
         Raises:
-            Gone: the server ended, or its engine did; nothing more will come.
+            Gone: the server or its engine ended.
         """
         sent = self._client.stream(
             asked.method, asked.target, headers=asked.headers, content=asked.body
@@ -79,14 +79,14 @@ class Replica:
                 failed = reply.status_code == 500
                 yield Head(self._name, reply.status_code, passed_on(reply.headers.multi_items()))
                 async for piece in reply.aiter_raw():
-                    # A step may fail, but without an engine every request does.
+                    # A single step may fail, but without an engine every request does.
                     if (failed or piece.startswith(ERRORS)) and not await self._is_healthy():
                         raise httpx.ReadError("the engine has ended, and the server will")
                     yield piece
         except httpx.TransportError as error:
             if not await self._is_healthy():
-                # Rather than fail whatever comes, it waits for its end: from then on Ray sends
-                # nothing here. Others, whom nobody can reach, fail after it.
+                # Wait for the server's end instead of failing new requests: Ray then sends
+                # no more. Afterwards, requests that reach no replica fail.
                 await asyncio.sleep(END_S)
             raise Gone from error
 
@@ -97,21 +97,21 @@ class Replica:
             return False
 
     async def _end_with_the_server(self) -> None:
-        """Ends this process once the guard says that the server has: Ray starts another replica."""
+        """Exits when the guard reports the server's end, so that Ray starts another replica."""
         assert self._guard.stdout is not None
         await self._guard.stdout.read()
         os._exit(1)
 
 
 class Front:
-    """What clients talk to: asks replicas, again where one did not answer."""
+    """Receives clients' requests and forwards them, retrying on other replicas."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas.options(stream=True)
 
     async def __call__(self, request: Request) -> Response:
         path = request.url.path
-        if not path.startswith("/v1/") and path != "/health":  # /metrics is each server's own
+        if not path.startswith("/v1/") and path != "/health":  # /metrics is per server
             found = refusal(404, "Not found.")
         else:
             target = f"{path}?{request.url.query}" if request.url.query else path
@@ -120,7 +120,7 @@ class Front:
             found = await answer(self._send, asked)
         kind = Response if isinstance(found.body, bytes) else StreamingResponse
         response = kind(found.body, found.head.status)
-        response.raw_headers += [  # a mapping would have each name once
+        response.raw_headers += [  # a mapping would drop repeated names
             (name.encode("latin-1"), value.encode("latin-1")) for name, value in found.head.headers
         ]
         return response
@@ -129,15 +129,15 @@ class Front:
         try:
             async for piece in self._replicas.answer.remote(asked):
                 yield piece
-        except RayActorError as error:  # the replica's process or machine is not there
+        except RayActorError as error:  # the replica's process or machine is gone
             raise Gone from error
 
 
 class Elsewhere(RequestRouter):
-    """Picks, of two replicas not asked yet, or of any two, the one with fewer open requests.
+    """Picks the less busy of two replicas, preferring ones not yet tried for this request.
 
-    Ray's own, power of two choices, does the same among all, nearby ones first; a replica that
-    refuses requests has few of them open, and would be asked again.
+    Ray's power of two choices picks among all, nearby ones first; a replica that rejects requests
+    has few open ones, and would be picked again.
     """
 
     async def choose_replicas(
@@ -145,7 +145,7 @@ class Elsewhere(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        if pending_request:  # where all are full, Ray waits ever longer before it asks them again
+        if pending_request:  # if all are full, Ray's backoff keeps growing
             pending_request.routing_context.should_backoff = True
         asked = pending_request.args[0] if pending_request else None
         avoid = asked.avoid if isinstance(asked, Asked) else frozenset()
@@ -155,7 +155,7 @@ class Elsewhere(RequestRouter):
 
 
 def passed_on(headers: Iterable[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    """Headers that go on to the next connection."""
+    """Returns the headers to forward."""
     return tuple((name, value) for name, value in headers if name.lower() not in OF_A_CONNECTION)
 
 

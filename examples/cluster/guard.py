@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a command that ends with the process that started it, however that one ends.
+"""Runs a command that ends with its parent process, however that ends.
 
 A server that outlived its replica would keep a Mac's memory. Ray kills an actor's children and its
-process group, which would leave the server's own, so this process belongs to neither: it learns of
-the actor's end from a pipe, its standard input, and tells of the server's by closing another, its
+process group, but not the server's own group, so this process is in neither: its standard input, a
+pipe, closes when the actor ends, and it closes its standard output when the server ends.
 standard output.
 
     python guard.py COMMAND...
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 
-STOP_S = 30.0  # as launchd gives the server, for what is running
+STOP_S = 30.0  # as launchd grants for running requests
 
 
 def main(command: list[str]) -> None:
@@ -26,8 +26,8 @@ def main(command: list[str]) -> None:
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        stdout=sys.stderr,  # so that nothing but this process holds the pipe of standard output
-        start_new_session=True,  # so that all it starts can be ended as one group
+        stdout=sys.stderr,  # so that only this process holds the standard output pipe
+        start_new_session=True,  # so that the whole group can be stopped
     )
     threading.Thread(target=_end_with_the_parent, args=(child,), daemon=True).start()
     child.wait()
@@ -43,8 +43,8 @@ def _end_with_the_parent(child: subprocess.Popen[bytes]) -> None:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of its group."""
-    # On macOS a group of which only zombies are left may not be signaled.
+    """Kills the rest of the process group."""
+    # On macOS, signaling a group with only zombies fails.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends a request to replicas until one has answered, and passes its answer on.
+"""Sends a request to replicas until one answers, and forwards the answer.
 
-A request may be sent again as long as nobody has seen a byte of its answer: to another replica
-where one died, or takes no requests now (503). A stream that breaks off afterwards ends with an
-event that says so, which the clients of OpenAI and Anthropic raise as an error. Nothing here knows
-of Ray.
+A request may be retried as long as the client has received nothing: on another replica if one died
+or is not accepting requests (503). A stream that breaks off later ends with an error event, which
+the clients of OpenAI and Anthropic raise. This module does not depend on
+Ray.
 """
 
 import asyncio
@@ -12,27 +12,27 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
-TRIES = 4  # a request that ends whatever serves it must not end all replicas
-PAUSE_S = 0.1  # before the first repeat, and twice as long before each further one
+TRIES = 4  # limits the damage of a request that crashes replicas
+PAUSE_S = 0.1  # before the first retry; doubles each time
 BUSY = 503
 _NEVER_BEGAN = "No server could answer this request."
 _BROKE_OFF = "The server ended before its answer was complete. Nothing of it was kept; ask again."
 
 
 class Gone(Exception):
-    """A replica is not there any more, or has ended amid a request."""
+    """The replica is gone, or ended during a request."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request, as the client sent it.
+    """A client's request.
 
     Attributes:
-        method: of HTTP.
-        target: path, and query where there is one.
-        headers: (name, value), without those that concern one connection only.
-        body: all of it.
-        avoid: names of replicas that were asked before, and did not answer.
+        method: HTTP method.
+        target: path and query.
+        headers: (name, value) pairs without hop-by-hop headers.
+        body: complete body.
+        avoid: names of replicas that were tried without success.
     """
 
     method: str
@@ -44,12 +44,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class Head:
-    """What an answer begins with.
+    """The start of an answer.
 
     Attributes:
-        replica: name of the replica that answers.
-        status: of HTTP.
-        headers: (name, value), without those that concern one connection only.
+        replica: name of the answering replica.
+        status: HTTP status.
+        headers: (name, value) pairs without hop-by-hop headers.
     """
 
     replica: str
@@ -58,34 +58,34 @@ class Head:
 
     @property
     def streams(self) -> bool:
-        """Whether events follow, which clients read as they come."""
+        """Whether the body is an event stream, which clients read as it arrives."""
         types = [value for name, value in self.headers if name.lower() == "content-type"]
         return any(value.startswith("text/event-stream") for value in types)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer whose first byte is there: the whole of it, or events that go on coming."""
+    """An answer with its first byte available: complete, or a running event stream."""
 
     head: Head
     body: bytes | AsyncIterator[bytes]
 
 
-#: Sends a request to one replica: the head of its answer comes first, then its body in pieces.
-#: Raises Gone, at any point.
+#: Sends a request to one replica; yields the head, then the body in pieces.
+#: May raise Gone at any point.
 Send = Callable[[Asked], AsyncIterator[Head | bytes]]
 
 
 async def answer(send: Send, asked: Asked) -> Answer:
-    """The answer of the first replica that has one.
+    """Returns the answer of the first replica that has one.
 
     Args:
-        send: asks one replica, where it can none of `asked.avoid`.
+        send: sends to one replica, if possible not in `asked.avoid`.
         asked: the request.
 
     Returns:
-        Its head, and a body that raises nothing. Where all that were asked take no requests, the
-        last refusal, whose Retry-After tells the client when; where all ended, status 502.
+        The head, and a body that raises nothing. If all tried replicas reject the request, the
+        last rejection with its Retry-After; if all ended, status 502.
     """
     for attempt in range(TRIES):
         if attempt:
@@ -95,7 +95,7 @@ async def answer(send: Send, asked: Asked) -> Answer:
         except Gone:
             continue
         if found.head.status != BUSY or found.head.replica in asked.avoid:
-            return found  # an answer, or there is nobody else to ask
+            return found  # an answer, or no replica is left
         asked = replace(asked, avoid=asked.avoid | {found.head.replica})
     if asked.avoid:
         return found
@@ -103,19 +103,19 @@ async def answer(send: Send, asked: Asked) -> Answer:
 
 
 def refusal(status: int, message: str) -> Answer:
-    """An error of this program's own, in the server's form."""
+    """Returns an error of this program in the server's format."""
     body = json.dumps(error(status, message)).encode()
     return Answer(Head("", status, (("content-type", "application/json"),)), body)
 
 
 def error(status: int, message: str) -> dict[str, object]:
-    """What OpenAI's and Anthropic's clients both read as an error."""
+    """Returns an error that the clients of both OpenAI and Anthropic understand."""
     fields = {"type": "api_error", "message": message, "param": None, "code": status}
     return {"type": "error", "error": fields}
 
 
 async def _first_byte(answered: AsyncIterator[Head | bytes]) -> Answer:
-    """Waits for an answer's first byte; for all of it where it is no stream of events."""
+    """Waits for the answer's first byte, or for all of it unless it is an event stream."""
     head = await anext(answered, None)
     if not isinstance(head, Head):
         raise Gone
@@ -129,7 +129,7 @@ async def _first_byte(answered: AsyncIterator[Head | bytes]) -> Answer:
 
 
 async def _events(first: bytes, answered: AsyncIterator[Head | bytes]) -> AsyncIterator[bytes]:
-    """A stream by whole events, and one more where it breaks off."""
+    """Yields whole events of a stream, and an error event if it breaks off."""
     rest = b""
     try:
         async for piece in _joined(first, answered):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serves one address in front of several `vllm serve`, scaled by load with Ray Serve.
 
-Ray Serve starts a server on each Mac of a Ray cluster, or on this machine alone, and scales them by
-the requests that are open. What follows "--" goes to each of them:
+Ray Serve starts a server on each Mac of a Ray cluster, or on this machine, and scales them by the
+number of open requests. Arguments after "--" are passed to each server:
 
     python examples/cluster/serve.py MODEL --max-replicas 2 -- --max-model-len 4096
 """
@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# How often the front tells Ray of open requests, in seconds; Ray's default is 10.
+# Seconds between the front end's reports of open requests to Ray; Ray's default is 10.
 os.environ.setdefault("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray tells its makers of each cluster
-HEAD = "node:__internal_head__"  # Ray's resource of the machine that clients ask
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray reports each cluster to its makers
+HEAD = "node:__internal_head__"  # Ray's resource for the machine that clients contact
 OPEN_AT_FRONT = 10_000  # requests; the servers' own limits come first
-LONGEST_ANSWER_S = 600.0  # that a replica may end before it is taken away; as `timeout_s`
+LONGEST_ANSWER_S = 600.0  # grace period of a replica that is scaled down; equals `timeout_s`
 
 
 def main() -> int:
@@ -38,9 +38,9 @@ def main() -> int:
         serve.start("HeadOnly", {"host": args.host, "port": args.port})
         replicas = serve.deployment(
             Replica,
-            ray_actor_options={"num_cpus": 1},  # none on a machine of --num-cpus=0
+            ray_actor_options={"num_cpus": 1},  # also runs on machines with --num-cpus=0
             max_replicas_per_node=args.replicas_per_node,
-            # What a replica is not given waits at the front, for one that is about to come.
+            # Excess requests wait at the front end for a replica that is starting.
             max_ongoing_requests=2 * args.target_ongoing_requests,
             autoscaling_config=AutoscalingConfig(
                 min_replicas=args.min_replicas,
@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def arguments(given: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """This program's own arguments, and those of `vllm serve`, which follow "--"."""
+    """Splits the command line into our arguments and, after "--", those of `vllm serve`."""
     cut = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(

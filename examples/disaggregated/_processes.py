@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this example: each on a free port, all ended with it."""
+"""Runs the example's processes, each on a free port, and ends them with it."""
 
 import os
 import signal
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VLLM = (sys.executable, "-m", "vllm.entrypoints.cli.main")
-_START_S = 300.0  # many times what a first start takes, which compiles vLLM's own code
+_START_S = 300.0  # far longer than a first start, which compiles vLLM's code
 _STOP_S = 20.0
 POLL_S = 0.25
 _LAST_LINES = 20
 
 
 class ProcessError(Exception):
-    """A process did not start; the message has the end of what it printed."""
+    """A process did not start; the message has the end of its log."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A server on this machine; `log` has all it prints."""
+    """A local server; `log` has its output."""
 
     name: str
     url: str
@@ -34,17 +34,17 @@ class Process:
     handle: subprocess.Popen[bytes]
 
     def is_ready(self) -> bool:
-        """Whether it answers.
+        """Returns whether the server answers.
 
         Raises:
-            ProcessError: it has ended.
+            ProcessError: the process has ended.
         """
         if self.handle.poll() is not None:
             raise ProcessError(f"the {self.name} ended with status {self.handle.poll()}{self._end}")
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=5) as reply:
                 return reply.status == 200
-        except OSError:  # nobody listens yet, or the engine is not up
+        except OSError:  # not listening yet, or the engine is not up
             return False
 
     @property
@@ -53,7 +53,7 @@ class Process:
         return "\n".join(["; it printed last:", *lines])
 
     def counter(self, name: str) -> float:
-        """A counter of its /metrics, summed over labels; 0 where it is not there."""
+        """Sums a /metrics counter over its labels; 0 if it is absent."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as reply:
             lines = reply.read().decode().splitlines()
         return sum(
@@ -65,13 +65,13 @@ class Process:
 
 @contextmanager
 def running(name: str, command: Sequence[str], port: int, folder: Path) -> Iterator[Process]:
-    """Runs a server until the block ends, however it ends.
+    """Runs a server until the block ends.
 
     Args:
-        name: of it, for messages.
-        command: with the port in it.
-        port: where it will listen, on 127.0.0.1.
-        folder: for its log.
+        name: name for messages.
+        command: the command, including the port.
+        port: its port on 127.0.0.1.
+        folder: folder for its log.
     """
     log = folder / f"{name}.log"
     with log.open("w") as output:
@@ -80,7 +80,7 @@ def running(name: str, command: Sequence[str], port: int, folder: Path) -> Itera
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that all it starts can be ended as one group
+            start_new_session=True,  # so that the whole group can be stopped
         )
         try:
             yield Process(name, f"http://127.0.0.1:{port}", log, handle)
@@ -89,23 +89,23 @@ def running(name: str, command: Sequence[str], port: int, folder: Path) -> Itera
 
 
 def _end(handle: subprocess.Popen[bytes]) -> None:
-    """Asks a process to end; then ends whatever is left of its group."""
+    """Terminates a process, then kills the rest of its group."""
     handle.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
             handle.wait(_STOP_S)
     finally:
-        # On macOS a group of which only zombies are left may not be signaled.
+        # On macOS, signaling a group with only zombies fails.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(handle.pid, signal.SIGKILL)
         handle.wait()
 
 
 def ready(processes: Sequence[Process]) -> Iterator[Process]:
-    """The processes as they get ready.
+    """Yields processes as they get ready.
 
     Raises:
-        ProcessError: one ended, or did not answer in time.
+        ProcessError: a process ended, or did not answer in time.
     """
     waiting, deadline = list(processes), time.monotonic() + _START_S
     while waiting:
@@ -119,7 +119,7 @@ def ready(processes: Sequence[Process]) -> Iterator[Process]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that nobody listens on, all different."""
+    """Returns distinct free ports of 127.0.0.1."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:

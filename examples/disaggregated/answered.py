@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates which part of a prompt the decode server has cached, from earlier prefixes.
+"""Estimates how much of a prompt the decode server has cached, from earlier prompts.
 
-A conversation's next turn repeats all that was said. That server has it in its pool, the answer
-included, and computes the new question sooner than another one the whole.
+A conversation's next turn repeats everything before it. Its last decode server still has that in
+its pool, including the answer, and may compute the question faster than others the whole prompt.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-#: Tokens of a pool, where nobody says how many it has.
+#: Default pool size in tokens.
 POOL_TOKENS = 32_768
-_CHARACTERS_A_TOKEN = 4  # of English; an error is the same for all servers, and cancels out
-_PIECE_TOKENS = 64  # of a text or of token ids; messages are pieces as they are
+_CHARACTERS_A_TOKEN = 4  # for English; an error affects all servers alike, and cancels out
+_PIECE_TOKENS = 64  # per piece of a text or of token ids; messages are not split
 
 
 def count(value: object) -> float:
-    """Tokens of a part of a request, about: token ids, or characters over four."""
+    """Estimates the tokens in a part of a request: token ids, or characters / 4."""
     if isinstance(value, str):
-        if value.startswith("data:"):  # an image: its text is no prompt
+        if value.startswith("data:"):  # an image, not text
             return 0.0
         return len(value) / _CHARACTERS_A_TOKEN
     if isinstance(value, dict):
@@ -34,7 +34,7 @@ def count(value: object) -> float:
 
 
 def prompt_tokens(body: dict[str, Any]) -> int:
-    """How long a request's prompt is, about."""
+    """Estimates the length of a request's prompt."""
     return round(sum(count(body.get(name)) for name in ("prompt", "messages", "tools")))
 
 
@@ -42,26 +42,26 @@ def prompt_tokens(body: dict[str, Any]) -> int:
 class _Piece:
     digest: bytes  # of this piece and all before it
     tokens: float
-    is_answer: bool  # that the server wrote itself
+    is_answer: bool  # written by the server itself
 
 
 class Answered:
-    """Remembers the prefixes of the newest answered prompts, as digests: no text is kept."""
+    """Remembers prefixes of recent prompts as digests; stores no text."""
 
     def __init__(self, pool_tokens: int = POOL_TOKENS) -> None:
         """
         Args:
-            pool_tokens: tokens that the KV pool of the answering server holds.
+            pool_tokens: size of the decode server's KV pool in tokens.
         """
         self._most = pool_tokens
         self._held = 0.0
         self._tokens: OrderedDict[bytes, float] = OrderedDict()
 
     def new_tokens(self, body: dict[str, Any], whose: str) -> int:
-        """Returns the number of a prompt's tokens that the server's cache is not known to hold.
+        """Returns how many of a prompt's tokens are not known to be in the server's cache.
 
         Args:
-            body: the request's body.
+            body: the request body.
             whose: the client; clients do not share prefixes.
         """
         known, any_known = 0.0, False
@@ -73,7 +73,7 @@ class Answered:
         return max(0, prompt_tokens(body) - round(known))
 
     def note(self, body: dict[str, Any], whose: str) -> None:
-        """Adds an answered prompt, and drops the oldest prefixes beyond the limit of tokens."""
+        """Records an answered prompt, and drops the oldest prefixes over the token limit."""
         # Reversed, so that the ends of prompts are dropped before their prefixes.
         for piece in reversed(list(_pieces(body, whose))):
             self._held += piece.tokens - self._tokens.pop(piece.digest, 0.0)
@@ -90,7 +90,7 @@ def _pieces(body: dict[str, Any], whose: str) -> Iterator[_Piece]:
 
 
 def _parts(body: dict[str, Any]) -> Iterator[tuple[object, bool]]:
-    """Yields the parts of a prompt in order, and whether each is an answer."""
+    """Yields a prompt's parts in order, and whether each is an answer."""
     prompt = body.get("prompt") or []
     step = _PIECE_TOKENS * (_CHARACTERS_A_TOKEN if isinstance(prompt, str) else 1)
     for start in range(0, len(prompt), step):

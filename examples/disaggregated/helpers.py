@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill servers: chooses the one that prefills a prompt, or none.
+"""Chooses a prefill server for a prompt, or none.
 
-A prompt goes to the helper that is expected to bring the first token soonest, by what the proxy has
-seen: how many tokens it waits for there, how long that helper takes to compute some, and how long
-the server that answers takes to fetch them from it. A prompt that the server which answers is
-expected to compute as soon goes straight there.
+A prompt goes to the prefill server with the earliest expected first token, based on past
+measurements: its queued tokens, its prefill speed, and the decode server's time to fetch from it.
+Prompts that the decode server is expected to compute as quickly by itself go
+directly there.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from typing import Any
 
 import httpx
 
-#: Prompts below this are never sent to a helper: two servers take longer to agree.
+#: Shorter prompts are never sent to a prefill server: the overhead exceeds the gain.
 SHORTEST_TOKENS = 256
-#: How far beyond the longest prompt that the server which answers has computed itself its time is
-#: believed. So its share grows by evidence, and no long prompt is spent on finding out.
+#: Trusts the decode server's own prefill times up to this multiple of the longest prompt it has
+#: computed. The limit grows with evidence, without a test of a long prompt.
 REACH = 2.0
-PAUSE_S = 10.0  # a helper that failed is left alone for so long, as servers leave their peers
-LONGEST_PREFILL_S = 600.0  # a long prompt of a large model, at a helper of which nothing is known
-#: A helper may take so many times what is expected of it, and so many seconds more.
+PAUSE_S = 10.0  # a failed prefill server rests this long, as a peer does in the engine
+LONGEST_PREFILL_S = 600.0  # for a long prompt of a large model on a server without measurements
+#: A prefill server may take this multiple of the expected time, plus this many seconds.
 PATIENCE, PATIENCE_S = 4.0, 10.0
-_UNANSWERED = 2  # looks in a row that went without an answer: it is gone
+_UNANSWERED = 2  # consecutive unanswered probes after which a server is considered gone
 _SAMPLES = 32
 
 
 class Pace:
-    """Seconds that something takes by its number of tokens: a line through what was seen last."""
+    """Duration by number of tokens: a line through recent measurements."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[int, float]] = deque(maxlen=_SAMPLES)
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Adds what was seen; of no tokens it says nothing."""
+        """Adds a measurement; ignores zero tokens."""
         if tokens > 0:
             self._seen.append((tokens, seconds))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest that was seen; 0: none was."""
+        """The largest number of tokens measured; 0 if none."""
         return max((tokens for tokens, _ in self._seen), default=0)
 
     def seconds(self, tokens: int) -> float | None:
-        """What so many are expected to take; None: nothing was seen."""
+        """Returns the expected seconds for `tokens`; None without measurements."""
         if not self._seen:
             return None
         sizes, times = zip(*self._seen, strict=True)
@@ -62,15 +62,15 @@ class Pace:
 
 @dataclass
 class Helper:
-    """A server that computes prompts, and what the proxy knows of it."""
+    """A prefill server and its measurements."""
 
     client: httpx.AsyncClient
     clock: Callable[[], float] = time.monotonic
-    compute: Pace = field(default_factory=Pace)  # from its turn until its reply
-    fetch: Pace = field(default_factory=Pace)  # from there until the first byte of the answer
-    waiting: int = 0  # tokens of prompts that it was sent and has not done
-    requests: int = 0  # that it computed
-    tokens: int = 0  # of them
+    compute: Pace = field(default_factory=Pace)  # from the start of its turn to its reply
+    fetch: Pace = field(default_factory=Pace)  # from then to the answer's first byte
+    waiting: int = 0  # tokens of unfinished prompts
+    requests: int = 0  # prompts computed
+    tokens: int = 0  # tokens computed
     failures: int = 0
     _away_until: float = 0.0
     _last_done: float = 0.0
@@ -82,18 +82,18 @@ class Helper:
         return self._gone.is_set() or self.clock() < self._away_until
 
     def expected(self, tokens: int) -> float | None:
-        """Seconds until its reply to a prompt that were sent now; None: nothing is known."""
+        """Returns the expected seconds until the reply to a prompt sent now; None if unknown."""
         return self.compute.seconds(self.waiting + tokens)
 
     def patience(self, tokens: int) -> float:
-        """Seconds that its reply is waited for."""
+        """Returns the timeout for its reply in seconds."""
         expected = self.expected(tokens)
         if expected is None:
             return LONGEST_PREFILL_S
         return min(LONGEST_PREFILL_S, PATIENCE * expected + PATIENCE_S)
 
     def seen(self, answers: bool) -> None:
-        """Takes in whether it answered at all: if twice not, those who wait for it are told."""
+        """Records whether it answered a probe; after two failures, notifies waiting requests."""
         self._unanswered = 0 if answers else self._unanswered + 1
         if not self._unanswered:
             self._gone.clear()
@@ -101,21 +101,21 @@ class Helper:
             self._gone.set()
 
     def rest(self) -> None:
-        """Asks it nothing for a while; what it was sent is waited for."""
+        """Sends it no requests for a while; pending ones continue."""
         self._away_until = self.clock() + PAUSE_S
 
     def failed(self) -> None:
-        """Counts a failure, and asks it nothing for a while."""
+        """Counts a failure, and sends it no requests for a while."""
         self.failures += 1
         self.rest()
 
     async def post(self, path: str, body: dict, headers: dict, tokens: int) -> dict[str, Any]:
-        """Its reply to a prompt.
+        """Returns its reply to a prompt.
 
         Raises:
-            httpx.HTTPError: it failed, or refused the request.
-            TimeoutError: it took longer than it is given, or went away meanwhile.
-            ValueError: the reply is no JSON.
+            httpx.HTTPError: it failed or rejected the request.
+            TimeoutError: it exceeded its timeout or went away.
+            ValueError: the reply is not JSON.
         """
         limit, sent = self.patience(tokens), self.clock()
         reply = asyncio.ensure_future(self.client.post(path, json=body, headers=headers))
@@ -127,7 +127,7 @@ class Helper:
             self.waiting -= tokens
             gone.cancel()
             if not reply.done():
-                reply.cancel()  # the helper ends the request
+                reply.cancel()  # the server aborts the request
         if not reply.done():
             raise TimeoutError
         found = reply.result().raise_for_status().json()
@@ -135,10 +135,10 @@ class Helper:
         return found
 
     def _note(self, tokens: int, sent: float) -> None:
-        """Takes in how long a prompt took.
+        """Records a prompt's duration.
 
-        A helper computes one prompt after the other, about: so a prompt's time begins when it was
-        sent, or when the one before was done, whichever is later.
+        A server computes prompts roughly one after another, so a prompt starts when it was sent
+        or when the previous one finished, whichever is later.
         """
         done = self.clock()
         self.compute.note(tokens, done - max(sent, self._last_done))
@@ -147,7 +147,7 @@ class Helper:
         self.tokens += tokens
 
     def as_json(self) -> dict[str, Any]:
-        """What the proxy's /status has of it."""
+        """Returns its entry for the proxy's /status."""
         return {
             "url": str(self.client.base_url),
             "away": self.is_away,
@@ -162,21 +162,21 @@ class Helper:
 
 @dataclass
 class Choice:
-    """Whom to ask first, of several helpers and of the server that answers."""
+    """Chooses between several prefill servers and the decode server."""
 
     helpers: Sequence[Helper]
     shortest: int = SHORTEST_TOKENS
-    alone: Pace = field(default_factory=Pace)  # the server that answers, computing prompts itself
+    alone: Pace = field(default_factory=Pace)  # the decode server's own prefills
 
     def order(self, tokens: int, new: int) -> list[Helper]:
-        """The helpers that a prompt is worth sending to, the one that is expected soonest first.
+        """Returns the prefill servers worth trying for a prompt, earliest expected reply first.
 
-        Helpers of which nothing is known come first, those with the fewest tokens before others: so
-        each is tried. An empty list: the server that answers computes it.
+        Servers without measurements come first, by fewest queued tokens, so that each is tried. If
+        empty, the decode server computes the prompt.
 
         Args:
-            tokens: of the prompt.
-            new: those of them that the server which answers does not have.
+            tokens: length of the prompt.
+            new: tokens that the decode server has not cached.
         """
         if new < self.shortest:
             return []
@@ -193,7 +193,7 @@ class Choice:
         return [helper for *_, helper in sorted(found, key=lambda each: each[:2])]
 
     def _by_self(self, tokens: int) -> float | None:
-        """Seconds that the server which answers takes by itself; None: nobody can tell."""
+        """Returns the expected seconds for the decode server alone; None if unknown."""
         if tokens > REACH * self.alone.longest:
             return None
         return self.alone.seconds(tokens)

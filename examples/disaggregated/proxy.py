@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proxy for disaggregated prefill: one decode server, and any number of prefill servers.
+"""Proxy for disaggregated prefill with one decode server and any number of prefill servers.
 
-A long prompt goes to one of the prefill servers first (`helpers.py` chooses), which makes one token
-of it and says where its K/V are; then, with what it said, to the decode server, whose answer is
-passed on as it comes. Prefill servers may come and go: a prompt that one does not do goes to the
-next, and where none is left the decode server computes it. `GET /status` says what each has done.
+A long prompt first goes to a prefill server (chosen by `helpers.py`), which generates one token and
+returns the location of its K/V. Then it goes to the decode server with that location, and the
+answer is streamed back. Prefill servers may come and go: if one fails, the prompt goes to the
+next, and finally to the decode server alone. `GET /status` returns each server's counters.
 """
 
 import argparse
@@ -27,19 +27,19 @@ from starlette.routing import Route
 
 logger = logging.getLogger("proxy")
 
-#: vLLM's form of asking a server to prefill for another one.
+#: Asks a server to prefill for another one, in vLLM's form.
 PREFILL_ONLY: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill": False}
-#: Settings of an answer, which a prefill server does not make.
+#: Settings of the answer, which a prefill server ignores.
 OF_THE_ANSWER = ("stream_options", "min_tokens", "n")
-CONNECT_S = 2.0  # as the servers wait for each other
-PROBE_S = 2.0  # between two looks at a prefill server, and what it may take to answer one
+CONNECT_S = 2.0  # as between the servers
+PROBE_S = 2.0  # between probes of a prefill server, and the timeout of one
 PATHS = ("/v1/completions", "/v1/chat/completions")
-#: Where a prefill server's status is below this, the request is at fault, and not the server.
+#: Prefill server statuses below this mean that the request is at fault, not the server.
 _SERVER_ERRORS = 500
 
 
 class Proxy:
-    """One server that answers, and those that compute prompts for it."""
+    """A decode server and its prefill servers."""
 
     def __init__(self, choice: Choice, answered: Answered, decode: httpx.AsyncClient) -> None:
         self._choice = choice
@@ -47,7 +47,7 @@ class Proxy:
         self._decode = decode
 
     def app(self) -> Starlette:
-        """The routes, and looks at the prefill servers while they are served."""
+        """Returns the app, which probes the prefill servers while it runs."""
         routes = [Route(path, self._serve, methods=["POST"]) for path in PATHS]
         routes += [Route("/health", self._health), Route("/status", self._status)]
         return Starlette(routes=routes, lifespan=self._lifespan)
@@ -67,7 +67,7 @@ class Proxy:
 
         def first_byte() -> None:
             self._answered.note(prompt, whose)
-            if prompt.get("stream"):  # else the first byte comes with the last token
+            if prompt.get("stream"):  # otherwise the first byte comes with the last token
                 pace.note(new, time.monotonic() - started)
 
         upstream = self._decode.build_request("POST", request.url.path, json=body, headers=headers)
@@ -82,7 +82,7 @@ class Proxy:
     async def _prefill(
         self, path: str, body: dict, headers: dict[str, str], new: int
     ) -> tuple[Helper, dict] | None:
-        """Who computed a prompt, and what that server says of its K/V; None: nobody did."""
+        """Returns the prefill server that computed a prompt and its K/V location, or None."""
         asked = {name: value for name, value in body.items() if name not in OF_THE_ANSWER}
         asked |= {"stream": False, "max_tokens": 1, "kv_transfer_params": PREFILL_ONLY}
         if "max_completion_tokens" in asked:
@@ -95,7 +95,7 @@ class Proxy:
                 return None if params is None else (helper, params)
             except httpx.HTTPStatusError as error:
                 if error.response.status_code < _SERVER_ERRORS:
-                    return None  # the decode server says what is wrong with the request
+                    return None  # the decode server reports the request's error
                 self._failed(helper, error)
             except (httpx.HTTPError, TimeoutError, ValueError) as error:
                 self._failed(helper, error)
@@ -127,12 +127,12 @@ class Proxy:
 
 
 async def watch(helper: Helper, pause_s: float = PROBE_S) -> None:
-    """Looks again and again whether a helper is there: a machine that hangs answers nothing."""
+    """Probes a prefill server periodically, since a hung machine never reports an error."""
     while True:
         try:
             reply = await helper.client.get("/health", timeout=PROBE_S)
             helper.seen(True)
-            if not reply.is_success:  # it is about to end, or its engine has died
+            if not reply.is_success:  # shutting down, or its engine has died
                 helper.rest()
         except httpx.HTTPError:
             helper.seen(False)
@@ -140,7 +140,7 @@ async def watch(helper: Helper, pause_s: float = PROBE_S) -> None:
 
 
 async def relay(answer: httpx.Response, first_byte: Callable[[], None]) -> AsyncIterator[bytes]:
-    """Passes an answer on as it comes."""
+    """Forwards an answer as it arrives."""
     waiting = answer.is_success
     try:
         async for piece in answer.aiter_raw():
@@ -148,7 +148,7 @@ async def relay(answer: httpx.Response, first_byte: Callable[[], None]) -> Async
                 waiting = False
                 first_byte()
             yield piece
-    finally:  # also where the client has gone: the decode server ends the request
+    finally:  # also if the client disconnected: the decode server then aborts the request
         await answer.aclose()
 
 
@@ -158,20 +158,20 @@ def make_app(
     shortest: int = SHORTEST_TOKENS,
     pool_tokens: int = POOL_TOKENS,
 ) -> Starlette:
-    """The proxy of servers that are given as clients with their base addresses.
+    """Makes the proxy; servers are clients with base URLs.
 
     Args:
-        prefill: those that compute prompts.
-        decode: the one that answers.
-        shortest: new tokens of a prompt that is sent to the first.
-        pool_tokens: of the one that answers.
+        prefill: prefill servers.
+        decode: the decode server.
+        shortest: minimum new tokens of a prompt to use a prefill server.
+        pool_tokens: KV pool size of the decode server.
     """
     choice = Choice([Helper(each) for each in prefill], shortest)
     return Proxy(choice, Answered(pool_tokens), decode).app()
 
 
 def client(url: str, longest_s: float | None) -> httpx.AsyncClient:
-    """A client of a server that may take so long to answer; None: as long as it takes."""
+    """Returns a client with a timeout of `longest_s` seconds; None: no limit."""
     limits = httpx.Limits(max_connections=None)
     timeout = httpx.Timeout(longest_s, connect=CONNECT_S)
     return httpx.AsyncClient(base_url=url, timeout=timeout, limits=limits)

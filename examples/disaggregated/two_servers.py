@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Disaggregated prefill on one machine: two servers of the embedded model, and a proxy.
+"""Runs disaggregated prefill on one machine: two servers of the embedded model and a proxy.
 
-Sends a long prompt through the proxy, and to one plain server, and compares. Nothing touches the
-network. The exit status is 1 where the texts differ or no K/V were pulled. All of it shares this
-machine's processors, so the times show that it works, and not what a second machine would bring.
+Sends a long prompt through the proxy and to a single server, and compares. Uses no network. The
+exit status is 1 if the texts differ or no K/V were pulled. All processes share this CPU, so the
+times do not show what a second machine would gain.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import httpx
 from _processes import POLL_S, VLLM, Process, ProcessError, free_ports, ready, running
 
 HERE = Path(__file__).resolve().parent
-TEXT = HERE.parents[1] / "LICENSE"  # a long text in English that every clone has
+TEXT = HERE.parents[1] / "LICENSE"  # a long English text in every clone
 QUESTION = "What does this license allow? Answer in one sentence."
 MODEL = "smollm2"
 KV_CACHE_GIB = 0.25
@@ -36,16 +36,16 @@ ANSWER_S = 1200.0  # a prompt of 4,000 tokens takes a minute on two x86 cores
 
 @dataclass(frozen=True)
 class Answer:
-    """A streamed answer and its times."""
+    """A streamed answer with its times."""
 
     text: str
     prompt_tokens: int
     output_tokens: int
     ttft: float  # seconds until the first text
-    decode_time: float  # seconds from there to the last
+    decode_time: float  # seconds from the first to the last text
 
     def cells(self) -> tuple[str, ...]:
-        """TTFT and speed, as the table has them."""
+        """Formats TTFT and speed for the table."""
         speed = "–"
         if self.output_tokens > 1 and self.decode_time > 0:
             speed = f"{(self.output_tokens - 1) / self.decode_time:.1f}"
@@ -67,7 +67,7 @@ def main() -> int:
             "two_servers: VLLM_METAL_DEVICE=off turns vllm-metal off; unset it", "bold red"
         )
         return 1
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it ends its processes, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that its processes are ended too
     try:
         with _terminal.working("Preparing the embedded model (converted once, then cached)"):
             model = _common.default_model()
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def run(stack: ExitStack, model: str, characters: int) -> int:
-    """Starts all, asks, compares; returns the exit status."""
+    """Starts everything, asks, and compares; returns the exit status."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="two-servers-")))
     prefill_port, decode_port, plain_port, proxy_port, kv_port = free_ports(5)
 
@@ -100,7 +100,7 @@ def run(stack: ExitStack, model: str, characters: int) -> int:
     await_all([proxy, prefill, decode, plain])
     await_helpers(proxy)
 
-    for url in (proxy.url, plain.url):  # no measurement contains a first time
+    for url in (proxy.url, plain.url):  # warm-up
         ask(url, "Once upon a time", 4)
     prompt = f"{TEXT.read_text()[:characters]}\n\n{QUESTION}"
     before = decode.counter("external_prefix_cache_hits")
@@ -113,7 +113,7 @@ def run(stack: ExitStack, model: str, characters: int) -> int:
 
 
 def connector(role: str, extra: dict) -> dict:
-    """A --kv-transfer-config."""
+    """Returns a --kv-transfer-config."""
     return {
         "kv_connector": "MetalKVConnector",
         "kv_role": role,
@@ -122,7 +122,7 @@ def connector(role: str, extra: dict) -> dict:
 
 
 def serve_command(model: str, port: int, options: Sequence[str]) -> list[str]:
-    """A `vllm serve` on a port of this machine."""
+    """Returns the command of a `vllm serve` on a local port."""
     return [
         *VLLM,
         *("serve", model, "--host", "127.0.0.1", "--port", str(port)),
@@ -135,7 +135,7 @@ def serve_command(model: str, port: int, options: Sequence[str]) -> list[str]:
 
 
 def await_all(processes: Sequence[Process]) -> None:
-    """Says which process is ready, until all are."""
+    """Waits for all processes, and prints which are ready."""
     started = time.perf_counter()
     names = ", ".join(process.name for process in processes)
     with _terminal.working(f"Starting: {names}"):
@@ -145,16 +145,16 @@ def await_all(processes: Sequence[Process]) -> None:
 
 
 def await_helpers(proxy: Process) -> None:
-    """Waits until the proxy has seen its prefill server: it looks every two seconds."""
+    """Waits until the proxy, which probes every two seconds, has found its prefill server."""
     while any(helper["away"] for helper in httpx.get(f"{proxy.url}/status").json()["helpers"]):
         time.sleep(POLL_S)
 
 
 def ask(url: str, question: str, max_tokens: int) -> Answer:
-    """A greedy answer, streamed.
+    """Streams a greedy answer.
 
     Raises:
-        httpx.HTTPError: there is none, or it breaks off.
+        httpx.HTTPError: there is no answer, or it breaks off.
     """
     body = {
         "model": MODEL,
@@ -184,7 +184,7 @@ def ask(url: str, question: str, max_tokens: int) -> Answer:
 
 
 def report(apart: Answer, alone: Answer, pulled: int) -> int:
-    """Prints what came of it; returns the exit status."""
+    """Prints the result; returns the exit status."""
     _terminal.say(f"\n{alone.text.strip()}\n")
     _terminal.table(
         ("", "prompt tokens", "of these pulled", "TTFT ms", "tok/s"),
