@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes dist/, a release in one flat folder: wheel, source archive, install.sh, and SHA256SUMS, which
-# lists them. install.sh installs from that folder, or from the address of a copy. Variables:
-# ADDRESS (of the copy; it goes into dist/install.sh), PYTHON (one that has hatchling).
+# Makes dist/, a flat release folder: wheel, source archive, install.sh, and SHA256SUMS of them.
+# install.sh installs from that folder or from the address of a copy. Variables:
+# ADDRESS (of the copy; written into dist/install.sh), PYTHON (an interpreter with hatchling).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,8 +11,8 @@ python=${PYTHON:-$clone/.venv/bin/python}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# The extra `interpreter` is a folder of the clone. No release holds it, and its line would carry the
-# clone's place on this machine into the release.
+# The extra `interpreter` is a folder of the clone. It is not released, and its line would leak the
+# clone's path on this machine into the release.
 cp -R .gitignore pyproject.toml README.md CHANGELOG.md LICENSE vllm_metal metal_kernels \
     requirements scripts deploy examples "$work"
 sed '/^interpreter = /d' pyproject.toml >"$work/pyproject.toml"

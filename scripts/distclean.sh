@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Removes .venv, and from the user's cache folder what this project keeps there; says what. A folder
-# that VLLM_METAL_CACHE names is left alone.
+# Removes .venv and this project's folders in the user's cache folder, and prints them. Keeps a folder
+# that VLLM_METAL_CACHE names.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,6 +14,6 @@ python=.venv/bin/python
 [ -x "$python" ] || python=python3
 "$python" metal_kernels/cache.py | while IFS= read -r folder; do
     remove "$folder"
-    rmdir "$(dirname "$folder")" 2>/dev/null || true # if nothing else lies there
+    rmdir "$(dirname "$folder")" 2>/dev/null || true # if it is empty
 done
 if [ -d .venv ]; then remove .venv; fi

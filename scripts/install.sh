@@ -1,21 +1,21 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Installs vllm-metal for one user, or brings it up to date, from one line:
+# Installs or updates vllm-metal for one user, with one line:
 #
 #     curl -LsSf ADDRESS/install.sh | sh
 #
-# Each version gets a folder below ~/.local/share/vllm-metal/versions, and `current` points to the one
-# that serves. A version that does not start never becomes current. Options, after `sh -s --`:
-#   --rollback    serve with the version before this one
-#   --uninstall   remove all of it, and say what is left
-# It needs curl, tar and bash. It never asks a package index for vllm-metal, for PyPI has another
-# project under that name. The functions keep to what dash and bash 3.2 have in common.
+# Each version gets a folder below ~/.local/share/vllm-metal/versions; `current` points to the one
+# in use. A version that does not start never becomes current. Options, after `sh -s --`:
+# --rollback    go back to the previous version
+# --uninstall   remove everything, and list what is left
+# Needs curl, tar and bash. Never asks a package index for vllm-metal, because PyPI has another
+# project of that name. The functions use only what dash and bash 3.2 share.
 # shellcheck shell=dash
 set -eu
-umask 022 # whatever the user's is: nobody else may write to programs
+umask 022 # whatever the user's umask: nobody else may write to programs
 
 # The release to install: the https address of a copy of dist/ (see `make dist`), or a folder.
-# VLLM_METAL_SOURCE names another. Empty: the folder that this script lies in.
+# VLLM_METAL_SOURCE overrides it. Empty: this script's folder.
 ADDRESS=
 UV_INSTALLER=https://astral.sh/uv/install.sh
 
@@ -28,14 +28,14 @@ die() {
 
 tilde() { case "$1" in "$HOME"/*) echo "~${1#"$HOME"}" ;; *) echo "$1" ;; esac; }
 
-# What is fetched lies in $work; $unfinished is a version that is not proven yet.
+# $work holds downloads; $unfinished is a version that has not been tested yet.
 begin() {
     mkdir -p "$root/versions"
-    # A link is made in one step, or not at all: it names the process that holds the lock.
+    # Creating a link is atomic. It names the process that holds the lock.
     if ! ln -s $$ "$root/lock" 2>/dev/null; then
         holder=$(readlink "$root/lock" || true)
         if kill -0 "$holder" 2>/dev/null; then
-            die "process $holder installs already; if it does not: rm $root/lock"
+            die "process $holder is already installing vllm-metal; if it is not: rm $root/lock"
         fi
         ln -sf $$ "$root/lock" # its process was killed
     fi
@@ -46,7 +46,7 @@ begin() {
     trap 'exit 130' INT
     trap 'exit 143' TERM
     remove_others
-    # On Linux the plugin waits for it, and this vLLM starts with no other platform there.
+    # The plugin waits for it on Linux, where this vLLM cannot start on another platform.
     if [ "$(uname -s)" = Linux ]; then
         VLLM_METAL_DEVICE=cpu
         export VLLM_METAL_DEVICE
@@ -56,14 +56,14 @@ begin() {
 clean_up() {
     rm -rf "$work" ${unfinished:+"$unfinished"}
     rm -f "$root/lock"
-    # Where nothing was ever installed, nothing stays.
+    # Leave nothing behind if nothing was ever installed.
     rmdir "$root/versions" "$root" 2>/dev/null || true
 }
 
-# The version a link names, or nothing.
+# Prints the version that a link names, or nothing.
 version_of() { basename "$(readlink "$root/$1" || true)"; }
 
-# Removes versions that are neither current nor the way back, such as those of runs that were killed.
+# Removes versions that are neither current nor the previous one, such as those of killed runs.
 remove_others() {
     rm -f "$root"/.current.* "$root"/.previous.*
     for folder in "$root"/versions/*; do
@@ -74,8 +74,8 @@ remove_others() {
     done
 }
 
-# LINK VERSION: in one step, so that there is a current version at any time. mv has no option for it
-# that both systems know; $proven is a version whose Python runs.
+# LINK VERSION: atomic, so that there always is a current version. mv has no option for it that both
+# systems support; $proven is a version with a working Python.
 point() {
     ln -s "versions/$2" "$root/.$1.$$"
     "$root/versions/$proven/.venv/bin/python" -c 'import os, sys; os.replace(*sys.argv[1:])' \
@@ -84,7 +84,7 @@ point() {
 
 find_source() {
     source=${VLLM_METAL_SOURCE:-$ADDRESS}
-    # Piped into a shell, a script has no folder.
+    # A script piped into a shell has no folder.
     if [ -z "$source" ] && [ "${0##*/}" = install.sh ]; then source=$(dirname "$0"); fi
     case "$source" in
         https://* | http://localhost[:/]* | http://127.0.0.1[:/]*)
@@ -98,7 +98,7 @@ find_source() {
     esac
 }
 
-# ADDRESS FILE: a redirection may not lead from https to anything else.
+# ADDRESS FILE: a redirection may not lead from https to another scheme.
 download() {
     curl -LsSf --retry 3 --connect-timeout 20 --proto "=${1%%:*}" -o "$2" "$1"
 }
@@ -107,10 +107,10 @@ fetch() {
     case "$source" in
         *://*) download "$source/$1" "$work/$1" ;;
         *) cp "$source/$1" "$work/$1" ;;
-    esac || die "$source/$1 cannot be had"
+    esac || die "cannot download $source/$1"
 }
 
-# Of SHA256SUMS, the line of the file whose name begins and ends so.
+# Prints the file name in SHA256SUMS with this prefix and suffix.
 listed() { sed -n "s/^[0-9a-f]\{64\} [ *]\($1[A-Za-z0-9.+_]*$2\)\$/\1/p" "$work/SHA256SUMS"; }
 
 # Sets `wheel`, `archive` and `version`.
@@ -134,15 +134,15 @@ fetch_release() {
         die "$source: a file is not the one that SHA256SUMS lists; try again: $again"
 }
 
-# uv, where it is missing, goes into our folder, and so does what it fetches.
+# A missing uv, and what it downloads, goes into our folder.
 find_uv() {
     if [ ! -x "$root/uv/uv" ]; then
         if command -v uv >/dev/null || [ -x "$HOME/.local/bin/uv" ]; then return; fi
-        say "fetching uv, which brings Python"
+        say "downloading uv, which provides Python"
         if ! download "$UV_INSTALLER" "$work/uv.sh" ||
             ! UV_UNMANAGED_INSTALL="$root/uv" sh "$work/uv.sh" >"$work/uv.log" 2>&1; then
             rm -rf "$root/uv"
-            say "uv cannot be fetched from $UV_INSTALLER; looking for a Python"
+            say "cannot download uv from $UV_INSTALLER; looking for Python"
             return
         fi
     fi
@@ -152,7 +152,7 @@ find_uv() {
     export PATH UV_PYTHON_INSTALL_DIR UV_CACHE_DIR
 }
 
-# Whether the programs of a version's folder start, and MLX with them.
+# Whether a version's programs and MLX start.
 works() {
     "$1/.venv/bin/vllm-metal" --version &&
         "$1/.venv/bin/python" -c 'import mlx_lm, vllm_metal.platform.metal_platform' &&
@@ -164,7 +164,7 @@ set_up() {
         die "version $version is not installed${before:+; $before still serves}"
 }
 
-# Makes $unfinished, all of it: the folder holds what the source archive has beside the package.
+# Builds $unfinished completely: a folder with what the source archive has besides the package.
 make_version() {
     number=1
     while [ -e "$root/versions/$version-$number" ]; do number=$((number + 1)); done
@@ -178,7 +178,7 @@ make_version() {
     find_uv
     say "version $version, into $(tilde "$unfinished")"
     set_up
-    say "trying it"
+    say "testing it"
     works "$unfinished" || {
         cat "$work/tried" >&2
         die "version $version does not start on this machine${before:+; $before still serves}"
@@ -192,10 +192,10 @@ install_newest() {
     before=$(version_of current)
     if [ -n "$before" ] && cmp -s "$work/SHA256SUMS" "$root/current/SHA256SUMS" &&
         works "$root/current"; then
-        say "version $version is installed already, and is the newest of $source"
+        say "version $version is already installed, and the newest at $source"
     else
         fetch_release
-        [ -z "$before" ] || say "$before serves until $version is proven"
+        [ -z "$before" ] || say "$before stays current until $version is tested"
         make_version
         proven=${unfinished##*/}
         unfinished=
@@ -207,14 +207,14 @@ install_newest() {
     say_how_to_serve
 }
 
-# The commands in ~/.local/bin. Another program of the same name stays.
+# Links the commands into ~/.local/bin. Keeps other programs of the same name.
 link_command() {
     ours=$root/current/.venv/bin/$1
     mkdir -p "$bin"
     if [ "$(readlink "$bin/$1" || true)" = "$ours" ]; then
         :
     elif [ -e "$bin/$1" ] || [ -L "$bin/$1" ]; then
-        say "$(tilde "$bin/$1") is another program, and stays. Ours is $(tilde "$ours")"
+        say "$(tilde "$bin/$1") is another program; keeping it. Ours is $(tilde "$ours")"
         return
     else
         ln -s "$ours" "$bin/$1"
@@ -236,7 +236,7 @@ say_how_to_serve() {
         *":$bin:"*) ;;
         *)
             say "your PATH lacks $(tilde "$bin"). For this terminal and for later ones:"
-            # shellcheck disable=SC2016 # to be read by the user's shell
+            # shellcheck disable=SC2016 # for the user's shell to expand
             echo '    export PATH="$HOME/.local/bin:$PATH"'
             case "${SHELL:-}" in
                 */zsh) profile="$HOME/.zprofile" ;;
@@ -254,19 +254,19 @@ say_how_to_serve() {
     suggest
 }
 
-# fit's own answer for this machine.
+# The answer of `vllm-metal fit` for this machine.
 suggest() {
     if [ "$(uname -s)" = Linux ]; then
         say "on Linux, once in a terminal: export VLLM_METAL_DEVICE=cpu"
-        # shellcheck disable=SC2016 # to be read by the user's shell
+        # shellcheck disable=SC2016 # for the user's shell to expand
         say 'a small model without a download: vllm serve $(vllm-metal model)'
     fi
     if answer=$("$root/current/.venv/bin/vllm-metal" fit 2>"$work/fit"); then
-        say "a model that fits this machine is fetched and served by:"
+        say "to download and serve a model that fits this machine:"
         echo "$answer" | sed -n 's/^ *\(vllm serve .*\)/    \1/p' | head -n 1
     else
         cat "$work/fit" >&2
-        say "\`vllm-metal fit MODEL\` says what a model needs; \`vllm serve MODEL\` serves it"
+        say "\`vllm-metal fit MODEL\` prints what a model needs; \`vllm serve MODEL\` serves it"
     fi
 }
 
@@ -276,15 +276,15 @@ roll_back() {
     if [ -z "$back" ] || [ "$back" = "$before" ]; then
         die "there is no version before ${before:-this one}: one is kept at an update"
     fi
-    works "$root/previous" || die "$back does not start any more; $before stays"
+    works "$root/previous" || die "$back does not start any more; keeping $before"
     proven=$back
     point current "$back"
     point previous "$before"
-    say "$back serves from now on; --rollback again returns to $before"
+    say "$back is current now; --rollback again returns to $before"
 }
 
 uninstall() {
-    [ -d "$root" ] || say "$(tilde "$root") is not there"
+    [ -d "$root" ] || say "$(tilde "$root") does not exist"
     for name in vllm-metal vllm; do
         if [ "$(readlink "$bin/$name" || true)" = "$root/current/.venv/bin/$name" ]; then
             say "removing $(tilde "$bin/$name")"
@@ -295,7 +295,7 @@ uninstall() {
         say "removing $(tilde "$root") ($(du -sh "$root" | cut -f 1)): all versions, and their Python and uv if they were fetched"
         rm -rf "$root"
     fi
-    # Empty folders that may have been made for it.
+    # Remove empty folders that may have been made for it.
     rmdir "$bin" "$HOME/.local/share" "$HOME/.local" 2>/dev/null || true
     for left in \
         ".cache/huggingface=models from the hub, which other programs share" \
@@ -310,19 +310,19 @@ uninstall() {
 }
 
 main() {
-    [ -n "${HOME:-}" ] || die "HOME is not set: it says where to install"
+    [ -n "${HOME:-}" ] || die "HOME is not set. Set it to the folder to install into"
     root=$HOME/.local/share/vllm-metal bin=$HOME/.local/bin
     users_path=$PATH
-    PATH=$PATH:/usr/sbin:/sbin # macOS has sysctl there
-    unset PYTHONPATH PYTHONHOME VIRTUAL_ENV # a developer's
+    PATH=$PATH:/usr/sbin:/sbin # sysctl on macOS
+    unset PYTHONPATH PYTHONHOME VIRTUAL_ENV # may be set by developers
     case "${1:-}" in
         "") install_newest ;;
         --rollback) roll_back ;;
         --uninstall) uninstall ;;
-        *) die "unknown option $1; there are --rollback and --uninstall" ;;
+        *) die "unknown option $1; the options are --rollback and --uninstall" ;;
     esac
 }
 
-# A script that arrives in part does nothing, for this line is missing. Standard input is the script
-# itself where it is piped, so what it starts gets none.
+# A truncated script does nothing, because this line is missing. If the script is piped, it is
+# standard input itself, so child processes get none.
 main "$@" </dev/null

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Writes the lock files: requirements/PLATFORM.txt, all that serving takes, and
-# requirements/PLATFORM-dev.txt, what tests and benchmarks need besides. Run it on Linux, in the
-# developers' environment. Pins already in the files are kept where they still fit; delete a file
-# to renew it all. Pins have the hashes of all their files, which set-up requires; but torch on Linux,
-# which comes from whatever index has its CPU build.
+# Writes the lock files: requirements/PLATFORM.txt for serving, and
+# requirements/PLATFORM-dev.txt with what tests and benchmarks add. Run it on Linux, in the
+# developers' environment. Keeps existing pins that still fit; delete a file to renew all of it.
+# Pins have the hashes of all their files, which set-up requires, except torch on Linux,
+# whose CPU build may come from several indexes.
 #
-# lock.sh --check macos writes nothing, and fails where the files would change: a pin without a wheel
-# for the platform, a requirement that no pin meets, a pin that nothing asks for.
-# lock.sh --check linux says whether its files, resolved for x86 and Python 3.11, also serve the other
-# processors and Pythons: each pin has a wheel there, and nothing more is asked for.
+# lock.sh --check macos writes nothing, and fails if the files would change: a pin without a wheel
+# for the platform, an unmet requirement, an unused pin.
+# lock.sh --check linux checks whether its files, resolved for x86 and Python 3.11, also fit the other
+# processors and Pythons: each pin has a wheel there, and nothing is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,12 +20,12 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-# The clone as uv can read it without building anything: only hatchling knows {root:uri}, the address
-# of the clone.
+# A copy of the clone that uv can read without a build: only hatchling knows {root:uri}, the clone's
+# address.
 mkdir "$work/clone"
 sed "s|{root:uri}|file://$work/clone|" pyproject.toml >"$work/clone/pyproject.toml"
 ln -s "$PWD/.venv" "$PWD/requirements" "$PWD/interpreter" "$work/clone"
-# vLLM's wheel is on no index, and set-up makes it too: what it declares is resolved, but not itself.
+# vLLM's wheel is on no index, so set-up builds it: resolve its requirements, but not vLLM itself.
 wheel=$(.venv/bin/python scripts/vllm_wheel.py "$work")
 echo "vllm @ file://$wheel" >"$work/clone/vllm.in"
 
@@ -37,7 +37,7 @@ compile() (
 )
 
 TORCH_INDEX=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
-GLIBC=manylinux_2_35 # of MLX's wheels
+GLIBC=manylinux_2_35 # as MLX's wheels
 
 compile_linux() {
     # The CPU build of torch: from PyTorch's index, or where UV_FIND_LINKS points.
@@ -54,7 +54,7 @@ compile_macos() {
         --python-platform aarch64-apple-darwin --no-annotate "$@"
 }
 
-# FILE: leaves out the hashes of the CPU build of torch.
+# FILE: drops the hashes of torch's CPU build.
 trust_torch() {
     awk '/^torch==.*[+]cpu/ { sub(/ \\$/, ""); print; hashes = 1; next }
          hashes && /--hash/ { next }
@@ -62,7 +62,7 @@ trust_torch() {
     cp "$work/trusting" "$1"
 }
 
-# PLATFORM FOLDER: writes both files there, starting from those that are there.
+# PLATFORM FOLDER: writes both files into the folder, starting from those already there.
 lock() {
     local users=$2/$1.txt developers=$2/$1-dev.txt all=$work/$1-all.txt
     touch "$users" "$developers"
@@ -70,7 +70,7 @@ lock() {
         --output-file "$users"
     trust_torch "$users"
     cat "$users" "$developers" >"$all"
-    # What the interpreter asks for, but not itself: set-up installs the clone's.
+    # The interpreter's requirements, but not the interpreter, which set-up installs from the clone.
     "compile_$1" --generate-hashes --all-extras --no-emit-package vllm-metal-interpreter --group build --group dev \
         --constraints "$users" --output-file "$all"
     {
@@ -88,7 +88,7 @@ check_macos() {
     for name in macos.txt macos-dev.txt; do cp "requirements/$name" "$work/fresh/"; done
     lock macos "$work/fresh"
     for name in macos.txt macos-dev.txt; do
-        # Not by hashes: more files of a version may be there than when it was pinned.
+        # Without hashes, because a version may have got more files since it was pinned.
         if diff -U 0 <(pin_lines "requirements/$name") <(pin_lines "$work/fresh/$name") \
             >"$work/changes"; then
             echo "requirements/$name: $(grep -c == "requirements/$name") pins, none in conflict"
@@ -102,22 +102,22 @@ check_macos() {
     return $status
 }
 
-# The pins of files, a line each.
+# Prints the files' pins, one per line.
 pin_lines() {
     sed -n 's/^\([^#= ]*==[^ ]*\).*/\1/p' "$@"
 }
 
-# The pins of the files, a line each, sorted; but torch, whose CPU build is on an index of its own.
+# Prints the files' pins, sorted, without torch, whose CPU build is on another index.
 pins() {
     pin_lines "$@" | grep -v '^torch==' | sort
 }
 
-# FOLDER FILES OPTIONS: resolves what the project asks for, beside every pin of the files, to just
-# those pins.
+# FOLDER FILES OPTIONS: resolves the project's requirements against all pins of the files, using
+# only those pins.
 check_pins() {
     local folder=$1 files=$2
     shift 2
-    # shellcheck disable=SC2086 # a word each
+    # shellcheck disable=SC2086 # split into words on purpose
     pins $files >"$folder/pins.txt"
     echo torch >"$folder/torch.txt"
     compile --no-header --no-annotate --excludes "$folder/torch.txt" --group build "$@" \
@@ -127,7 +127,7 @@ check_pins() {
     diff -U 0 "$folder/pins.txt" "$folder/resolved.txt" >"$folder/changes"
 }
 
-# OPTIONS: whether the CPU build of torch has a wheel there.
+# OPTIONS: whether torch's CPU build has a wheel there.
 check_torch() {
     local from=(--index-url "$TORCH_INDEX")
     if [ -n "${UV_FIND_LINKS:-}" ]; then from=(--no-index); fi
@@ -136,7 +136,7 @@ check_torch() {
             --only-binary :all: "${from[@]}" "$@" - >/dev/null
 }
 
-# MACHINE PYTHON TORCH: fails where the files do not serve there.
+# MACHINE PYTHON TORCH: fails if the files do not fit.
 check_target() {
     local there="Linux on $1, Python $2" folder=$work/$1-$2
     local users=requirements/linux.txt developers=requirements/linux-dev.txt

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes .venv: vLLM and the plugin (editable), all pinned. With --dev, adds what tests and
-# benchmarks need, and the kernel interpreter (editable). With --check, it only says whether this
-# machine will do. Variables: PYTHON (interpreter to use), TORCH_INDEX (where CPU builds of torch are,
-# Linux), VLLM_SDIST (a copy of vLLM's source distribution, not to download it). install.sh names PLUGIN
-# (the plugin's wheel, in place of the clone) and AGAIN (the command that calls this script).
-# It runs under bash 3.2, the one macOS has.
+# Creates .venv with vLLM and the plugin (editable), all pinned. --dev adds what tests and
+# benchmarks need, and the kernel interpreter (editable). --check only checks whether this
+# machine is supported. Variables: PYTHON (interpreter to use), TORCH_INDEX (index of torch's CPU
+# builds, Linux), VLLM_SDIST (a copy of vLLM's source distribution). install.sh sets PLUGIN
+# (the plugin's wheel, instead of the clone) and AGAIN (the command that calls this script).
+# Runs under bash 3.2, as macOS has.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -20,7 +20,7 @@ die() {
     exit 1
 }
 
-# The lock file for macOS is resolved for one Python version only. Sizes were measured.
+# The lock file for macOS is resolved for one Python version only. Sizes are measured.
 case "$(uname -s)" in
     Linux) platform=linux candidates="python3 python3.11 python3.12 python3.13" oldest=11 newest=13
         wanted="3.11 to 3.13" specified=">=3.11,<3.14" size="0.5 GB to fetch, 1.8 GB in place" ;;
@@ -29,8 +29,8 @@ case "$(uname -s)" in
     *) die "only macOS on Apple silicon and Linux are supported" ;;
 esac
 
-# macOS: sets `release`, or says why this Mac cannot run MLX. macOS tells a Python linked against an
-# older SDK that it is 16 where it is 26, unless the variable is set (python/cpython#135675).
+# macOS: sets `release`, or reports why this Mac cannot run MLX. macOS 26 reports itself as 16 to a
+# Python linked against an older SDK, unless the variable is set (python/cpython#135675).
 check_mac() {
     export SYSTEM_VERSION_COMPAT=0
     if [ "$(uname -m)" != arm64 ]; then
@@ -53,7 +53,7 @@ sys.exit(not (version_suits and (host == "linux" or platform.machine() == "arm64
 PY
 }
 
-# Its installer leaves uv in ~/.local/bin, which is on the PATH of new terminals only.
+# uv's installer puts it into ~/.local/bin, which is on the PATH of new terminals only.
 find_uv() {
     command -v uv || command -v "$HOME/.local/bin/uv" || true
 }
@@ -71,10 +71,10 @@ Or install one yourself (macOS: brew install python@3.12; Debian: apt install py
 make_environment() {
     local candidate
     if [ -z "${PYTHON:-}" ] && [ -n "$uv" ]; then
-        say "making .venv with uv"
-        # Seeded with pip, for those who install more.
+        say "creating .venv with uv"
+        # Includes pip for installing more packages.
         if "$uv" venv --quiet --allow-existing --seed --python "$specified" .venv; then return; fi
-        say "uv has no Python $wanted; looking for another"
+        say "uv has no Python $wanted; looking for an installed one"
     fi
     for candidate in ${PYTHON:-$candidates}; do
         # On a Mac without Apple's tools it opens a window that offers them; with them it is 3.9.
@@ -82,7 +82,7 @@ make_environment() {
         if suits "$candidate"; then
             "$candidate" -c "import ensurepip, venv" 2>/dev/null ||
                 die "$candidate has no venv module; on Debian: apt install python3-venv"
-            say "making .venv with $candidate"
+            say "creating .venv with $candidate"
             "$candidate" -m venv .venv
             return
         fi
@@ -90,8 +90,8 @@ make_environment() {
     no_python
 }
 
-# --no-deps: a lock file is the whole closure. No bytecode: installers make it on one core, of all
-# modules there are; see make_bytecode. On Linux pip is asked, for it may be configured to find CPU
+# --no-deps: a lock file is complete. No bytecode, which installers would compile on one core for
+# all modules; see make_bytecode. Linux uses pip, which may be configured to find CPU
 # builds.
 install() {
     if [ "$platform" = macos ] && [ -n "$uv" ]; then
@@ -107,7 +107,7 @@ pip_install() {
     .venv/bin/python -m pip install --disable-pip-version-check --no-deps --no-compile "$@"
 }
 
-# Of what pip says: every twentieth package, large ones, and that it has begun to unpack.
+# Filters pip's output: every twentieth package, large ones, and the start of unpacking.
 counted() {
     awk '/^Collecting/ && ++count % 20 == 0 { print "    " count " packages" }
          /^ +Downloading .* MB\)$/ && substr($3, 2) + 0 >= 10 {
@@ -118,33 +118,33 @@ counted() {
          { fflush() }'
 }
 
-# Sets `vllm`, the wheel to install, in a folder that goes when this script ends.
+# Sets `vllm`, the wheel to install, in a temporary folder.
 make_vllm() {
     say "vLLM"
     wheels=$(mktemp -d)
     trap 'rm -rf "$wheels"' EXIT
     vllm=$(.venv/bin/python scripts/vllm_wheel.py "$wheels") ||
-        die "vLLM cannot be downloaded; with a copy of the file that requirements/vllm.txt pins: export VLLM_SDIST=...; $AGAIN"
+        die "cannot download vLLM. With a copy of the file pinned in requirements/vllm.txt: export VLLM_SDIST=...; $AGAIN"
 }
 
 install_users() {
     local lock=requirements/$platform.txt vllm made
     made=.venv/.vllm-$(cat requirements/vllm.txt scripts/vllm_wheel.py | cksum | cut -d " " -f 1)
-    [ -e "$made" ] || make_vllm # first, for it may fail
+    [ -e "$made" ] || make_vllm # first, because it may fail
     if [ "$platform" = linux ]; then
-        # Plain indexes carry the CUDA build, so the lock file names the CPU build. Whoever
-        # configured pip to find it is asked first, PyTorch's own CPU index second.
+        # Plain indexes carry the CUDA build, so the lock file names the CPU build. Try pip's
+        # configured indexes first, then PyTorch's CPU index.
         local torch
         torch=$(sed -n 's|^\(torch==[^ ]*\).*|\1|p' "$lock")
         say "$torch"
         install "$torch" 2>/dev/null || install --index-url "$TORCH_INDEX" "$torch" ||
-            die "$torch is neither where pip is configured to look nor at TORCH_INDEX=$TORCH_INDEX"
+            die "$torch is neither in pip's configured indexes nor at TORCH_INDEX=$TORCH_INDEX"
     fi
     say "$(grep -c == "$lock") pinned packages, $size"
     install --require-hashes --requirement "$lock"
     say "vLLM and this plugin"
     if [ ! -e "$made" ]; then
-        install --force-reinstall "$vllm" # another of the same version may be there
+        install --force-reinstall "$vllm" # a different wheel of the same version may be installed
         rm -f .venv/.vllm-*
         touch "$made"
     fi
@@ -168,8 +168,8 @@ replace_mlx() {
     rm -r "$folder"
 }
 
-# MLX's wheels for macOS 15 and older lack the kernels for the matrix units of M5 and newer. uv keeps
-# what it learned of a Python, so the release may have reached it too late.
+# MLX's wheels for macOS 15 and older lack the kernels for the matrix units of M5 and newer. uv caches
+# what it knows of a Python, so it may have missed the release.
 check_mlx() {
     has_older_mlx || return 0
     say "macOS $release: MLX's wheels for macOS 26 in place of older ones"
@@ -177,7 +177,7 @@ check_mlx() {
     pip_install --force-reinstall --require-hashes --requirement .venv/mlx.txt || true
     rm .venv/mlx.txt
     if has_older_mlx; then
-        say "MLX's wheel is still one for an older macOS: on an M5 or newer, prompts are 2 to 3 times slower. \`vllm-metal doctor\` says what to do"
+        say "MLX's wheel is still the one for an older macOS: on an M5 or newer, prompts are 2 to 3 times slower. \`vllm-metal doctor\` prints what to do"
     fi
 }
 
@@ -185,8 +185,8 @@ has_older_mlx() {
     grep -qs "macosx_1[0-9]_" .venv/lib/python3*/site-packages/mlx_metal-*.dist-info/WHEEL
 }
 
-# A start imports 5,700 modules, most of these packages: all cores compile them here, where a first
-# start would on one.
+# A start imports 5,700 modules, most of these packages: compile them here on all cores, because a
+# first start would use one.
 make_bytecode() {
     local package
     say "bytecode"

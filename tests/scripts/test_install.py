@@ -327,7 +327,7 @@ def test_a_user_s_own_uv_is_used(mac):
 
 def test_without_uv_linux_takes_a_python_with_venv(linux):
     done, calls = linux.installed()
-    assert "uv cannot be fetched" in done.stdout
+    assert "cannot download uv" in done.stdout
     assert "python: -m venv .venv" in calls
     assert "export VLLM_METAL_DEVICE=cpu" in done.stdout
 
@@ -370,7 +370,7 @@ def test_another_machine_is_told_so_before_anything_large_is_fetched(mac, change
 def test_again_with_nothing_newer_installs_nothing(machine):
     machine.installed()
     done, calls = machine.installed()
-    assert "is installed already" in done.stdout
+    assert "is already installed" in done.stdout
     assert done.stdout.splitlines()[-1].strip().startswith("vllm serve")
     assert not any(" install " in call for call in calls)
 
@@ -426,7 +426,7 @@ PLACES = {
     "the environment": "venv",
     "the packages": "--requirement requirements/",
     "the plugin": "-py3-none-any.whl",
-    "trying it": "vllm: --version",
+    "testing it": "vllm: --version",
     "the way back is set": "replaced previous",
     "the new one is to be set": "/.current.",
     "the new one is set": "replaced current",
@@ -500,7 +500,7 @@ def test_two_at_once_do_not_meet(machine):
     (machine.root / "lock").symlink_to(str(os.getpid()))
     done, _ = machine.install()
     assert done.returncode == 1
-    assert f"process {os.getpid()} installs already" in done.stderr
+    assert f"process {os.getpid()} is already installing" in done.stderr
     assert (machine.root / "lock").is_symlink()
 
 
@@ -520,7 +520,7 @@ def test_a_file_that_is_not_the_one_listed_is_refused(machine):
         ("http://releases.example", "is not an https address"),
         ("/nowhere", "SHA256SUMS is missing"),
         ("", "export VLLM_METAL_SOURCE="),
-        ("https://elsewhere.example", "https://elsewhere.example/SHA256SUMS cannot be had"),
+        ("https://elsewhere.example", "cannot download https://elsewhere.example/SHA256SUMS"),
     ],
 )
 def test_a_source_that_is_none_is_named(machine, source, message):
@@ -555,7 +555,7 @@ def test_another_program_s_command_stays(machine):
     theirs.write_text("theirs")
     done, _ = machine.installed()
     assert theirs.read_text() == "theirs"
-    assert "~/.local/bin/vllm is another program, and stays" in done.stdout
+    assert "~/.local/bin/vllm is another program; keeping it" in done.stdout
     assert machine.serves() == "1.0\n"
     assert machine.install("--uninstall")[0].returncode == 0
     assert everything_in(machine.home) == {".local/bin/vllm"}
@@ -613,7 +613,7 @@ def test_uninstalling_leaves_what_it_names_and_nothing_else(machine):
 
 def test_uninstalling_twice_says_that_nothing_is_there(machine):
     done, _ = machine.install("--uninstall")
-    assert done.returncode == 0 and "is not there" in done.stdout
+    assert done.returncode == 0 and "does not exist" in done.stdout
 
 
 def test_an_unknown_option_is_refused(machine):
