@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// A causal convolution of each channel by itself, along the rows of each request of a ragged step.
+// Causal convolution of each channel along the rows of each request of a ragged step.
 //
-// A thread takes one channel of a tile of rows. The state is the request's newest TAPS - 1 inputs; the
-// threads of a request's first tile alone read and write it, and read before they write. Inputs that
-// they write for rows of other tiles they take from the rows, so no thread reads what another writes.
+// A thread computes one channel of a tile of rows. The state is the request's newest TAPS - 1 inputs. Only the
+// threads of a request's first tile read and write it, reading before they write. They take inputs
+// of other tiles from the rows, so no thread reads what another one writes.
 
-// A channel's inputs of one request, by number: 0 for the first that is applied, the state's before it.
+// A channel's inputs of one request, by index: 0 is the first applied, negative ones are in the state.
 template <typename T, int TAPS>
 struct Inputs {
   const device T* kept;
@@ -28,7 +28,7 @@ struct Inputs {
   }
 };
 
-// Where a channel's input `j` of a state in a block lies.
+// Location of input `j` of a channel in a state's block.
 template <typename S, typename P, int KEYS, int VALUES, int NUM_HEADS, int START>
 inline device S* state_of(
     int j,
@@ -43,7 +43,7 @@ inline device S* state_of(
       key_pool, value_pool, num_blocks, block, at);
 }
 
-// Makes bytes of a block zero, up to a multiple of 16; threads take runs of 16 bytes in turn.
+// Clears bytes of a block up to a multiple of 16; threads take runs of 16 bytes in turn.
 template <typename P, int KEYS, int VALUES, int NUM_HEADS>
 inline void clear(
     uint from,
@@ -67,8 +67,8 @@ inline void clear(
   }
 }
 
-// Writes a channel's state after `count` inputs into a block. In one that it was not read from, nothing
-// stays of the block's last owner: what lies between this part and the next, and behind the whole state.
+// Writes a channel's state after `count` inputs into a block. If it was read from another block, clears the
+// rest of the block's last owner: the gap between this part and the next, and what follows the whole state.
 template <
     typename S,
     typename P,
@@ -104,9 +104,9 @@ inline void write_state(
 }
 
 // ---- kernel body
-// Template: T, S, P, dtypes of the rows, of states and of the pools; TAPS; HAS_BIAS; BLOCK_SIZE; START,
-// first byte of the states, END, the one behind them; CLEAR_FROM, CLEAR_TO, of what is cleared with them;
-// KEYS, VALUES, NUM_HEADS, SPLIT, of the pools as in read_states.metal; TILE_ROWS. Grid: (channels, tiles).
+// Template: T, S, P, dtypes of the rows, the states and the pools; TAPS; HAS_BIAS; BLOCK_SIZE; START,
+// first byte of the states, END, one past them; CLEAR_FROM, CLEAR_TO, range to clear with them;
+// KEYS, VALUES, NUM_HEADS, SPLIT of the pools as in read_states.metal; TILE_ROWS. Grid: (channels, tiles).
 const uint channel = thread_position_in_grid.x;
 const uint channels = weight_shape[0];
 if (thread_position_in_grid.y == 0) {
@@ -116,11 +116,11 @@ if (thread_position_in_grid.y == 0) {
 }
 
 const int request = tiles[2 * thread_position_in_grid.y];
-const int first = tiles[2 * thread_position_in_grid.y + 1];  // of the request's rows
+const int first = tiles[2 * thread_position_in_grid.y + 1];  // among the request's rows
 const device Sequence& sequence = ((const device Sequence*)table)[request];
 const ulong num_blocks = key_pool_shape[1] / SPLIT;
 if (first > 0 && first >= sequence.num_rows) {
-  return;  // no tile, but room for one
+  return;  // padding, no tile
 }
 
 Inputs<T, TAPS> given;
@@ -164,13 +164,13 @@ for (int row = first; row < end; row++) {
   }
 }
 
-// States: after each certain input that is its block's last, and after the last certain one.
+// States: after each certain input that ends its block, and after the last certain one.
 if (first == 0) {
   const int certain = sequence.num_kept + sequence.num_certain;
   const int read = sequence.position > 0 ? sequence.read : 0;
   const device int* full_blocks = blocks + static_cast<ulong>(request) * blocks_shape[1];
   int index = sequence.position / BLOCK_SIZE;
-  int count = BLOCK_SIZE - sequence.position % BLOCK_SIZE;  // of inputs, up to that block's last
+  int count = BLOCK_SIZE - sequence.position % BLOCK_SIZE;  // inputs up to that block's last one
   for (; count <= certain; count += BLOCK_SIZE, index++) {
     const int block = full_blocks[index];
     if (block != 0 && (count != certain || block != sequence.write)) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies blocks onto others or clears them, through a pool given as an input, for all heads.
+// Copies or clears blocks of a pool given as an input, for all heads.
 
 // ---- kernel body
 // Template: T, dtype of the pool; SIZE, elements of a block in one head; RUN, elements per thread,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lays out the blocks of each request one after the other, as values; zeros beside what is the request's.
+// Decodes the blocks of each request one after the other; zeros outside of the request's slots.
 
-// Element i of 16 bytes of a row: of two bytes here.
+// Element i of 16 bytes of a row, for two-byte elements.
 template <typename C>
 inline C element_of(uint4 raw, int i) {
   return as_type<metal::vec<C, 2>>(raw[i / 2])[i % 2];
@@ -23,9 +23,9 @@ inline int8_t element_of<int8_t>(uint4 raw, int i) {
 }
 
 // ---- kernel body
-// Template: T, C, dtypes of context and pool; HEAD_SIZE; RUN, elements of 16 bytes of the pool, which a
-// thread takes; SAME, whether T is C, so that bits are copied.
-// Grid: (block_size * HEAD_SIZE / RUN, W, H * n), H heads of the pool's, heads[0] the first.
+// Template: T, C, dtypes of context and pool; HEAD_SIZE; RUN, elements in 16 bytes of the pool, which a
+// thread reads; SAME, whether T is C, so that bits are copied.
+// Grid: (block_size * HEAD_SIZE / RUN, W, H * n) for H of the pool's heads, from heads[0] on.
 const uint first = thread_position_in_grid.x * RUN;
 const uint column = thread_position_in_grid.y;
 const uint num_columns = threads_per_grid.y;
@@ -42,11 +42,11 @@ const uint num_blocks = pool_shape[1];
 const uint block_size = pool_shape[2];
 const uint block = static_cast<uint>(block_table[request * num_columns + column]);
 const uint offset = first / HEAD_SIZE;
-const int slot = column * block_size + offset;  // of the request's context
+const int slot = column * block_size + offset;  // in the request's context
 const bool held = slot >= bounds[request * 2] && slot < bounds[request * 2 + 1];
 uint4 raw = uint4(0);
 float scale = 0.0f;
-if (held && block < num_blocks) {  // a negative one is huge here
+if (held && block < num_blocks) {  // a negative block is huge here
   const ulong first_slot = (static_cast<ulong>(head) * num_blocks + block) * block_size;
   raw = *reinterpret_cast<const device uint4*>(pool + first_slot * HEAD_SIZE + first);
   scale = largest_code<C>() > 0.0f ? static_cast<float>(scales[first_slot + offset]) : 1.0f;

@@ -3,8 +3,8 @@
 
 // ---- kernel body
 // Template: T, U, dtype of the pools and the unsigned dtype of its size; KEYS, VALUES, elements of a block
-// in one head of each; NUM_HEADS; SPLIT, parts of a block; WIDTH, elements of a state; RUN, neighbors of
-// a thread, dividing the three. Grid: (WIDTH / RUN, states).
+// in one head of each; NUM_HEADS; SPLIT, parts of a block; WIDTH, elements of a state; RUN, adjacent elements
+// per thread, dividing the three. Grid: (WIDTH / RUN, states).
 const uint first = thread_position_in_grid.x * RUN;
 const uint state = thread_position_in_grid.y;
 if (state == 0) {

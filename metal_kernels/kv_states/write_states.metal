@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes states into blocks, through pools given as inputs. See read_states.metal for a state's location;
-// the rest of that memory becomes zero.
+// clears the rest of that memory.
 
 // ---- kernel body
 // Template: as in read_states.metal. Grid: (elements of the pools that hold states / RUN, states).

@@ -4,20 +4,20 @@
 // unrotated (Su et al. 2021, arXiv:2104.09864), this kernel rotates them, and queries too: one more
 // simdgroup per batch row and query head.
 
-// Neighboring elements of a lane, which the compiler may move together. Nothing is assumed about their
+// A lane's adjacent elements, which the compiler may load together. Assumes nothing about their
 // alignment: keys are often a slice of a larger array.
 constant constexpr int RUN = 4;
 
-// A row of T, of which DIMS elements from FIRST on are rotated in pairs: neighbors if TRADITIONAL,
-// else DIMS / 2 apart. DIMS of 0: none are. Same operations as MLX's own rotation (0.32.4), which this
+// A row of T; DIMS elements from FIRST on are rotated in pairs: neighbors if TRADITIONAL,
+// else DIMS / 2 apart. DIMS = 0: no rotation. Same operations as MLX's own rotation (0.32.4), which this
 // replaces, so that both give the same row.
 template <typename T, int DIMS, int FIRST, bool TRADITIONAL, bool LISTED>
 struct Row {
   const device T* elements;
-  const device T* turned;  // those from FIRST on
+  const device T* turned;  // elements from FIRST on
   const device float* frequencies;  // divisor of each pair's angle, if LISTED
   float position;  // of the row, scaled
-  float base;  // log2, if frequencies are its powers
+  float base;  // log2 of the base of the frequencies
 
   float angle(int pair) const {
     if (LISTED) {
@@ -27,8 +27,8 @@ struct Row {
     return position * metal::exp2(-share * base);
   }
 
-  // An element after rotation, rounded to T; `least` is the first of those that the lanes take
-  // together. Both of a pair are loaded without a condition, so that no load waits for another.
+  // Returns an element after rotation, rounded to T; `least` is the first of those loaded
+  // together. Both of a pair are loaded unconditionally, so that no load waits for another.
   float at(int index, int least) const {
     if (DIMS == 0 || least + 32 * RUN <= FIRST) {
       return decode_element(elements[index]);
@@ -62,7 +62,7 @@ inline float divisor_for(bfloat16_t scale) {
   return divisor > 0.0f ? divisor : 1.0f;  // a row of zeros, or one with a NaN
 }
 
-// Sum of squared errors of a row, in units of (largest / 2^14)^2: sums of integers do not depend on the
+// Sum of squared errors of a row, in units of (largest / 2^14)^2: integer sums do not depend on the
 // order. An error is at most a sixteenth of `largest`, so 4096 elements do not overflow.
 template <typename C, int RUNS>
 inline uint error_of(const thread float (&row)[RUNS][RUN], float largest, float divisor) {
@@ -79,8 +79,8 @@ inline uint error_of(const thread float (&row)[RUNS][RUN], float largest, float 
   return metal::simd_sum(error);
 }
 
-// The scale with the least error, of those that quantize the largest element as 448, 416, ... 256;
-// for int8, whose values are evenly spaced, that of the largest value. A row of zeros, or with a NaN or
+// The scale with the least error among those that quantize the largest element as 448, 416, ... 256;
+// for int8, with evenly spaced values, that of the largest value. A row of zeros, or with a NaN or
 // an infinity, has no usable error, but the same values for every scale.
 template <typename C, int RUNS>
 inline bfloat16_t best_scale(const thread float (&row)[RUNS][RUN], float largest) {
@@ -103,7 +103,7 @@ inline void write_row(
     const thread R& source, device C* target, device bfloat16_t* scale, uint lane) {
   constexpr int RUNS = (SIZE + 32 * RUN - 1) / (32 * RUN);
   float row[RUNS][RUN];
-  uint largest = 0;  // bits of the magnitude, which order as the numbers do, NaN above all
+  uint largest = 0;  // bits of the magnitude, which sort like the numbers, NaN above all
 #pragma clang loop unroll(full)
   for (int i = 0; i < RUNS; i++) {
     const int first = (i * 32 + static_cast<int>(lane)) * RUN;
@@ -138,8 +138,8 @@ inline void write_row(
 
 // ---- kernel body
 // Template: T, dtype of keys, values and queries; C, dtype of the pools; KEY_SIZE, VALUE_SIZE,
-// HAS_VALUES; DIMS, FIRST, TRADITIONAL, LISTED of the rotation of keys and queries. If FIRST is not 0,
-// keys end there, and tails have the rest.
+// HAS_VALUES; DIMS, FIRST, TRADITIONAL, LISTED of the rotation. If FIRST is not 0,
+// keys end there, and tails hold the rest.
 // Grid: (32, Hkv, plus H with queries, rows).
 const uint lane = thread_position_in_grid.x;
 const uint head = thread_position_in_grid.y;

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention for few packed rows: decode, and drafts to verify, by one arithmetic for both.
+// Attention for few packed rows: decode, and verification of drafts, with the same arithmetic.
 //
-// A threadgroup takes one tile and one K/V head, ROW_GROUPS * 8 packed rows, and reads K and V straight
+// A threadgroup computes one tile and one K/V head, ROW_GROUPS * 8 packed rows, and reads K and V directly
 // from device memory: S^T = K Q^T and O = P V by 8x8 matrices whose rows are keys. A lane's 16 bytes of a
-// row of K or V are several matrices' elements, as they are: the order of elements within a head is free
-// where Q has the same, and V's is undone when the output is written. SPLIT simdgroups share a head; they
-// add their parts of the scores through threadgroup memory.
+// row of K or V are elements of several matrices as they are: the order of elements within a head is free
+// if Q has the same, and V's is undone in the output. SPLIT simdgroups share a head; they
+// sum their parts of the scores through threadgroup memory.
 //
-// The context is cut into walks, WALKS of a whole one and PART_WALKS of a part: of every so many strips of
-// STRIPS * 8 keys, counted from position 0, each takes one. A walk has a running softmax (Milakov & Gimelshein
-// 2018, arXiv:1805.02867), and walks are joined in order. WALKERS simdgroups walk side by side, one after
-// another what is more, so that a row's result does not depend on how many other rows its tile has.
+// The context is divided into walks, WALKS for a whole one and PART_WALKS for a part: strips of STRIPS * 8 keys,
+// counted from position 0, are dealt to the walks in turn. Each walk has a running softmax (Milakov & Gimelshein
+// 2018, arXiv:1805.02867), and walks are joined in order. WALKERS simdgroups walk in parallel, and take further
+// walks in sequence, so that a row's result does not depend on the number of other rows in its tile.
 
-// The score of a key that a row does not see: its weight is 0 even where the largest score is LOWEST.
+// Score of a key that a row does not see: its weight is 0 even if the largest score is LOWEST.
 constant constexpr float UNSEEN = -3.4e38f;
 
-// Type of Q's matrices: that of the queries if it holds what K's does, else float.
+// Type of Q's matrices: that of the queries if it can hold K's values, else float.
 template <typename T, typename K>
 struct QueryElement {
     typedef float Element;
@@ -34,8 +34,8 @@ inline void fill(thread metal::simdgroup_matrix<M, 8, 8>& matrix, Pair elements)
     matrix.thread_elements()[1] = elements[1];
 }
 
-// Where this lane's place in a matrix's transpose lies: element (column, row), in which lane, and whether
-// as the second of its two. The place beside this one is two lanes further.
+// Location of this lane's element (column, row) of a matrix's transpose: the lane, and whether it is
+// the second of its two. The adjacent element is two lanes further.
 struct Transposed {
     ushort lane;
     bool is_second;
@@ -53,7 +53,7 @@ struct Transposed {
     }
 };
 
-// Over the rows of a matrix, for each of its columns.
+// Reduces over the rows of a matrix, for each column.
 inline float column_max(float value) {
     value = metal::max(value, metal::simd_shuffle_xor(value, 2));
     value = metal::max(value, metal::simd_shuffle_xor(value, 4));
@@ -69,16 +69,16 @@ inline float column_sum(float value) {
 // A simdgroup's part of a head: CHUNKS runs of 16 bytes for each of a row's four lanes.
 template <typename C, int SIZE, int SPLIT>
 struct Part {
-    static constant constexpr int WIDE = 16 / int(sizeof(C));  // elements of 16 bytes
+    static constant constexpr int WIDE = 16 / int(sizeof(C));  // elements in 16 bytes
     static constant constexpr int RUN = 4 * WIDE;
     static constant constexpr int CHUNKS = ((SIZE + RUN - 1) / RUN + SPLIT - 1) / SPLIT;
 
-    // First element of a lane's 16 bytes of a chunk; past the end of the row, where its head has no more.
+    // First element of a lane's 16 bytes of a chunk; past the end of the row if the head has no more.
     static inline int element(int part, int chunk, int column) {
         return (part * CHUNKS + chunk) * RUN + column / 2 * WIDE;
     }
 
-    // A lane's 16 bytes of each chunk; what lies past the row's end is taken from its beginning.
+    // A lane's 16 bytes of each chunk; past the row's end, bytes from its beginning.
     static inline void load(const device C* row, int part, int column, thread uint4 (&raw)[CHUNKS]) {
         UNROLLED for (int h = 0; h < CHUNKS; h++) {
             const int at = element(part, h, column);
@@ -90,8 +90,9 @@ struct Part {
 
 // ---- kernel body
 // Template: T, C, O, dtypes of queries, pool and output; D and DV, sizes of keys and values; LATENT, whether
-// values are the first elements of keys; SCALED, whether the pool holds codes; CAPPED, whether scores have
-// a soft cap; BIASED, whether a bias by distance; PARTIAL, whether contexts are split; ROW_GROUPS, SPLIT, WALKS, PART_WALKS, WALKERS, STRIPS.
+// values are the first elements of keys; SCALED, whether the pool is quantized; CAPPED, whether scores have
+// a soft cap; BIASED, whether scores have a bias by distance; PARTIAL, whether contexts are split; ROW_GROUPS, SPLIT,
+// WALKS, PART_WALKS, WALKERS, STRIPS.
 // Grid: (32 * ROW_GROUPS * WALKERS * SPLIT * tiles, Hkv).
 typedef Fragments<C> Of;
 typedef typename Of::Element M;
@@ -99,9 +100,9 @@ typedef typename QueryElement<T, M>::Element Q;
 typedef Part<C, LATENT ? DV : D, SPLIT> Keys;
 typedef Part<C, DV, SPLIT> Values;
 constexpr int SIMDGROUPS = ROW_GROUPS * WALKERS * SPLIT;
-constexpr int KEYS = STRIPS * 8;  // of a walk's step
-constexpr int AT_ONCE = SPLIT > 4 ? 4 : SPLIT;  // parts of a score that registers have room for
-// Of latents, 8 rotated elements for each simdgroup, which no value has.
+constexpr int KEYS = STRIPS * 8;  // per step of a walk
+constexpr int AT_ONCE = SPLIT > 4 ? 4 : SPLIT;  // parts of a score that fit in registers
+// For latents, 8 rotated elements per simdgroup, which values lack.
 constexpr int QM = Keys::CHUNKS * Of::COUNT + (LATENT ? 1 : 0);
 constexpr int VM = Values::CHUNKS * Of::COUNT;
 threadgroup float2 exchanged[SPLIT > 1 ? 2 * SIMDGROUPS * STRIPS * 32 : 1];
@@ -117,7 +118,7 @@ const int simdgroup = int(simdgroup_index_in_threadgroup);
 const int lane = int(thread_index_in_simdgroup);
 const device Tile& tile = ((const device Tile*)tiles)[threadgroup_position_in_grid.x];
 if (tile.packed_count == 0) {
-    return;  // the whole threadgroup: no tile, but room for one
+    return;  // the whole threadgroup: padding, no tile
 }
 const device Request& request = ((const device Request*)requests)[tile.request];
 const device Scoring& settings = *(const device Scoring*)scoring;
@@ -127,8 +128,8 @@ const int window = settings.window;
 const float scale = settings.scale * unit<C>();
 const float cap = settings.cap;
 const int extent = settings.extent;
-// Rows of several requests, which share what they read: each has a Request of its own, and all leave
-// parts. Sinks are counted where each reads the rest.
+// Rows of several requests that share a prefix: each has its own Request, and all leave
+// partial results. Sinks are counted with the rest of each row's context.
 const bool listed = PARTIAL && settings.listed != 0;
 const int part = simdgroup % SPLIT;
 const int walker = simdgroup / SPLIT % WALKERS;
@@ -136,16 +137,16 @@ const int row_group = simdgroup / (SPLIT * WALKERS);
 const Place place(thread_index_in_simdgroup);
 const Transposed transposed(place);
 
-// The keys that rows of the tile may see.
+// Range of keys visible to rows of the tile.
 const int oldest = request.first_position + tile.packed_begin / group;
 const int first = metal::max(tile.begin, oldest - window + 1);
 const int end = metal::min(tile.end, request.length);
 
-// Q transposed: two packed rows a lane, as columns. Rows past the tile's last repeat it.
+// Q transposed: two packed rows per lane, as columns. Rows past the tile's last repeat it.
 metal::simdgroup_matrix<Q, 8, 8> q[QM];
-int first_seen[2];  // of each, less this lane's place among a strip's keys
+int first_seen[2];  // of each row, less this lane's index among a strip's keys
 uint num_seen[2];
-int own[2];  // position of each, less this lane's place among a strip's keys
+int own[2];  // position of each row, less this lane's index among a strip's keys
 const device T* biases[2];
 float sink[2];
 UNROLLED for (int e = 0; e < 2; e++) {
@@ -180,12 +181,12 @@ const int walks = PARTIAL && tile.parts > 1 ? PART_WALKS : WALKS;  // a power of
 const int first_strip = first / KEYS & -walks;
 const int strips = end > first ? (end - 1) / KEYS - first_strip + 1 : 0;
 Sums acc[VM];
-float row_top;  // of this lane's packed row, as `acc` is
+float row_top;  // for this lane's packed row, like `acc`
 float row_total;
-int turn = 0;  // of the two halves of `exchanged`
+int turn = 0;  // selects one half of `exchanged`
 for (int lap = 0; lap < walks; lap += WALKERS) {
     const int walk = lap + walker;
-    // A sink is a key of weight without value; one walk starts from it. Sums are of this lane's keys.
+    // A sink is a key with weight but no value; one walk starts from it. Sums cover this lane's keys.
     float top[2];
     float total[2];
     UNROLLED for (int e = 0; e < 2; e++) {
@@ -203,7 +204,7 @@ for (int lap = 0; lap < walks; lap += WALKERS) {
         float key_scale[STRIPS];
         float value_scale[STRIPS];
         UNROLLED for (int s = 0; s < STRIPS; s++) {
-            // No load has a condition: keys that nobody sees are those at the edge again.
+            // Loads are unconditional: invisible keys repeat the ones at the edge.
             const ulong slot = context.slot(metal::clamp(base + s * 8 + place.row, first, end - 1));
             const device C* row = key_pool + slot * D;
             Keys::load(row, part, place.column, keys[s]);
@@ -298,7 +299,7 @@ for (int lap = 0; lap < walks; lap += WALKERS) {
         }
     }
 
-    // The walk's part, joined to that of the walks before it.
+    // Join the walk's part to those of earlier walks.
     row_top = transposed.get(top[0], top[1], 0);
     row_total = transposed.get(column_sum(total[0]), column_sum(total[1]), 0);
     for (int next = 0; next < WALKERS; next++) {
@@ -330,7 +331,7 @@ for (int lap = 0; lap < walks; lap += WALKERS) {
     }
 }
 
-// The last walk has what all have found.
+// The last walk now has the result of all.
 if (walker == WALKERS - 1 && row_group * 8 + place.row < tile.packed_count) {
     const int packed = tile.packed_begin + row_group * 8 + place.row;
     const int row = request.first_out_row + packed / group * tile.parts + tile.split;

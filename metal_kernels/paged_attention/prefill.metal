@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention for many packed rows: prefill, many drafts to verify, and latent (MLA) attention.
 //
-// A threadgroup takes one tile and one K/V head, ROW_GROUPS * 8 packed rows. It stages KEYS rows of
-// K, then of V, in threadgroup memory, decoded, each row loaded once for all its query rows. A
+// A threadgroup computes one tile and one K/V head, ROW_GROUPS * 8 packed rows. It stages KEYS rows of
+// K, then of V, decoded, in threadgroup memory, each loaded once for all its query rows. A
 // simdgroup owns eight packed rows and one of SPLIT ranges of the head size: its part of Q and of
-// the output stays in registers as 8x8 matrices; where SPLIT > 1 the parts of the scores are summed
+// the output stays in registers as 8x8 matrices; with SPLIT > 1 the parts of the scores are summed
 // through threadgroup memory. Tiled softmax after FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 
 typedef metal::simdgroup_matrix<float, 8, 8> Matrix;
 
-// Rows [base, base + KEYS) of K or V of the context into a tile of rows of STRIDE elements; zeros
+// Stages rows [base, base + KEYS) of K or V into a tile with rows of STRIDE elements; zeros
 // before `first` and from `end` on. All threads take part.
 template <typename T, typename C, int D, int KEYS, int STRIDE, int THREADS, bool SCALED>
 inline void stage(
@@ -44,7 +44,7 @@ inline void stage(
 }
 
 // ---- kernel body
-// Template: as in decode.metal, but for ROW_GROUPS, SPLIT and KEYS.
+// Template: as in decode.metal, except ROW_GROUPS, SPLIT and KEYS.
 // Grid: (32 * ROW_GROUPS * SPLIT * tiles, Hkv).
 threadgroup T tile_memory[KEYS * (D + 16 / sizeof(T))];
 threadgroup float score_memory[SPLIT > 1 ? ROW_GROUPS * SPLIT * 8 * KEYS : 1];
@@ -64,7 +64,7 @@ const uint simdgroup = simdgroup_index_in_threadgroup;
 const uint lane = thread_index_in_simdgroup;
 const device Tile& tile = ((const device Tile*)tiles)[threadgroup_position_in_grid.x];
 if (tile.packed_count == 0) {
-    return;  // the whole threadgroup: no tile, but room for one
+    return;  // the whole threadgroup: padding, no tile
 }
 const device Request& request = ((const device Request*)requests)[tile.request];
 const device Scoring& settings = *(const device Scoring*)scoring;
@@ -72,7 +72,7 @@ const int num_heads = queries_shape[1];
 const int group = num_heads / key_pool_shape[0];
 const int end = metal::min(tile.end, request.length);
 const int window = settings.window;
-// The first key that a row of the tile may see.
+// First key visible to any row of the tile.
 const int first =
     metal::max(tile.begin, request.first_position + tile.packed_begin / group - window + 1);
 const float cap = settings.cap;
@@ -89,7 +89,7 @@ const int packed = tile.packed_begin + metal::min(in_tile, tile.packed_count - 1
 const int row = packed / group;
 const int head = int(kv_head) * group + packed % group;
 const int position = request.first_position + row;
-const int newest = settings.bidirectional != 0 ? end - 1 : position;  // key that it sees
+const int newest = settings.bidirectional != 0 ? end - 1 : position;  // newest visible key
 
 Matrix q[QM];
 Matrix acc[OM];
@@ -104,14 +104,14 @@ UNROLLED for (int m = 0; m < QM; m++) {
 UNROLLED for (int m = 0; m < OM; m++) {
     acc[m] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
 }
-// A sink is a key of weight without value.
+// A sink is a key with weight but no value.
 float top = tile.split == 0 ? metal::max(float(sinks[head]) * LOG2_E, LOWEST) : LOWEST;
 float total = top > LOWEST ? 1.0f : 0.0f;
 
 const Context context(
     key_pool_shape, kv_head, block_tables + ulong(tile.request) * uint(block_tables_shape[1]));
 for (int base = tile.begin; base < end; base += KEYS) {
-    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read the last V
+    metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);  // all have read the previous V
     stage<T, C, D, KEYS, STRIDE, THREADS, SCALED>(
         key_pool, key_scales, context, D, base, first, end, thread_index, tile_memory);
     metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
@@ -120,7 +120,7 @@ for (int base = tile.begin; base < end; base += KEYS) {
     UNROLLED for (int s = 0; s < SM; s++) {
         scores[s] = metal::make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
         UNROLLED for (int m = 0; m < QM; m++) {
-            // K transposed: its matrix row is a place in the head, its column a key.
+            // K transposed: its matrix row is an element of the head, its column a key.
             const threadgroup T* from = tile_memory + (s * 8 + place.column) * STRIDE +
                 part * (D / SPLIT) + m * 8 + place.row;
             Matrix k;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Joins the parts that the splits of a long context left, for each output row and head.
+// Joins the partial results of a split context, for each output row and head.
 //
-// WALKS walks take a row's parts AHEAD at a time, in turn, each with a running softmax (Milakov & Gimelshein
-// 2018, arXiv:1805.02867); walks are joined in order. As many simdgroups walk side by side as a threadgroup
-// has, through its memory; where that is one, it may have rows of other heads beside it. A part's number
-// alone says whose it is: a row's result depends on neither their number nor on other rows' parts.
+// WALKS walks take AHEAD parts of a row at a time, in turn, each with a running softmax (Milakov & Gimelshein
+// 2018, arXiv:1805.02867); walks are joined in order. All simdgroups of a threadgroup walk in parallel,
+// through its memory; with one simdgroup, rows of other heads may run beside it. A part's number alone
+// determines its walk: a row's result depends on neither the number of walkers nor other rows' parts.
 
-// The parts of an output row, which follow each other: those of its request alone, and those of what it
-// begins with in common with others, in arrays of their own.
+// The adjacent parts of an output row: those of its own context, and those of a shared
+// prefix, in separate arrays.
 struct Row {
     int first;
     int count;
@@ -15,7 +15,7 @@ struct Row {
     int num_shared;
 };
 
-// Some of a row's parts: the largest score, in units of log2, the sum of weights, and N elements of the
+// Some of a row's parts: largest score, in units of log2, sum of weights, and N elements of the
 // weighted sum of values. A weight is never above 1.
 template <int N>
 struct Joined {
@@ -31,7 +31,7 @@ struct Joined {
         }
     }
 
-    // COUNT further parts; `stats` are the largest score and the sum of each. Rounds alike wherever it is called.
+    // Adds COUNT more parts; `stats` are the largest score and the sum of each. Rounds alike at all call sites.
     template <int COUNT>
     void add(const thread float2 (&stats)[COUNT], const thread float (&found)[COUNT][N]) {
         float both = top;
@@ -56,14 +56,14 @@ struct Joined {
 
 // ---- kernel body
 // Template: T, dtype of the output; DV, size of values; WALKS.
-// Grid: (32 * simdgroups of a row, 8 at most, H, rows), of which a threadgroup has all of the first.
-constexpr int N = (DV + 31) / 32;  // elements of a row that a lane holds
-constexpr int AHEAD = 16 / N;      // parts whose loads wait for memory at the same time
+// Grid: (32 * simdgroups per row, 8 at most, H, rows); a threadgroup spans all of the first axis.
+constexpr int N = (DV + 31) / 32;  // elements of a row per lane
+constexpr int AHEAD = 16 / N;      // parts loaded at the same time
 threadgroup float2 walk_stats[WALKS];
 threadgroup float walk_elements[WALKS * N * 32];
 const int out_row = thread_position_in_grid.z;
 const int head = thread_position_in_grid.y;
-const int thread_index = thread_position_in_grid.x;  // of those of this row and head
+const int thread_index = thread_position_in_grid.x;  // within this row and head
 const int lane = thread_index_in_simdgroup;
 const int walkers = int(threads_per_threadgroup.x) / 32;
 const int num_heads = parts_shape[1];
@@ -81,7 +81,7 @@ for (int walk = thread_index / 32; walk < WALKS; walk += walkers) {
         float2 part_stats[AHEAD];
         float part[AHEAD][N];
         UNROLLED for (int k = 0; k < AHEAD; k++) {
-            // Past the last part, or element, the last one is loaded again: no load is conditional.
+            // Past the last part or element, the last one is loaded again: loads are unconditional.
             const int p = metal::min(s + k, count - 1);
             const bool mine = p < own;
             const ulong at = mine ? first + ulong(p) * num_heads : first_shared + ulong(p - own) * num_heads;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Recurrent states of a ragged step: gated delta rule and state-space models, sequences.py has the formulas.
+// Recurrent states of a ragged step: gated delta rule and state-space models; formulas are in sequences.py.
 //
 // LANES lanes of a simdgroup hold one row of a state, DK elements, in registers from its read to its last
-// write, and walk through the request's tokens: kept rows, certain rows, drafts, by the same instructions.
-// So a token's results do not depend on what it is computed as. After each token a state is rounded to its
-// dtype, so they do not depend on where steps end either.
+// write, and process the request's tokens with the same instructions: kept rows, certain rows, drafts.
+// So a token's results do not depend on its kind. After each token a state is rounded to its
+// dtype, so they do not depend on the boundaries of steps either.
 
-// A row's elements go to its lanes in runs of neighbors, in turn: a lane has EACH of them. Past the row's
-// end, where a lane's last run may lie, its elements are zeros, read from the last run that there is.
+// A row's elements are dealt to its lanes in runs, EACH per lane. Past the row's
+// end, where a lane's last run may be, elements are zeros, read from the row's last run.
 template <int DK, int LANES, int RUN>
 inline uint run_start(int i, uint lane) {
   const uint run = i * LANES + lane;
@@ -19,7 +19,7 @@ inline bool has_run(int i, uint lane) {
   return DK / RUN % LANES == 0 || i * LANES + lane < DK / RUN;
 }
 
-// A lane's share of a row; nothing is assumed of its alignment: keys are often a slice of an array.
+// A lane's share of a row; assumes no alignment: keys are often a slice of an array.
 template <int DK, int LANES, typename T, int EACH, int RUN>
 inline void load_share(const device T* row, uint lane, thread float (&share)[EACH][RUN]) {
   UNROLLED for (int i = 0; i < EACH; i++) {
@@ -43,7 +43,7 @@ inline void store_share(device T* row, uint lane, const thread float (&share)[EA
   }
 }
 
-// Runs of a state begin at a multiple of their size.
+// Runs of a state are aligned to their size.
 template <typename S>
 inline void load_run(device S* from, thread float (&run)[4]) {
   const metal::vec<S, 4> four = *(const device metal::vec<S, 4>*)from;
@@ -71,7 +71,7 @@ inline void store_run(device S* to, const thread float (&run)[1]) {
   *to = static_cast<S>(run[0]);
 }
 
-// Sum over a row, of which each lane has a share.
+// Sums over a row shared by lanes.
 template <int LANES, int EACH, int RUN>
 inline float product(const thread float (&a)[EACH][RUN], const thread float (&b)[EACH][RUN]) {
   float sums[RUN];
@@ -88,7 +88,7 @@ inline float product(const thread float (&a)[EACH][RUN], const thread float (&b)
   return sum;
 }
 
-// Where elements of the states in a block lie.
+// Location of a state's elements in a block.
 template <typename S, typename P, int START, int KEYS, int VALUES, int NUM_HEADS>
 struct States {
   const device P* key_pool;
@@ -123,15 +123,15 @@ inline void store_state(
 }
 
 // ---- kernel body
-// Template: T, V, S, P, dtypes of queries and keys, of values and outputs, of states, of the pools; HK, DK,
-// HV, DV; DELTA, whether by the delta rule; DECAYS, 0 for one of a head, 1 of a key, 2 from rates; LANES,
-// RUN; BLOCK_SIZE; START, first byte of the states; KEYS, VALUES, NUM_HEADS, SPLIT, of the pools as in
+// Template: T, V, S, P, dtypes of queries and keys, values and outputs, states, and pools; HK, DK,
+// HV, DV; DELTA, whether the delta rule is used; DECAYS, 0: one per head, 1: per key element, 2: from rates; LANES,
+// RUN; BLOCK_SIZE; START, first byte of the states; KEYS, VALUES, NUM_HEADS, SPLIT of the pools as in
 // read_states.metal. Grid: (LANES * rows of a state, up to whole simdgroups, requests).
 constexpr int EACH = (DK / RUN + LANES - 1) / LANES;
 const uint lane = thread_position_in_grid.x % LANES;
 const uint place = thread_position_in_grid.x / LANES;
 const uint n = metal::min(place, uint(HV * DV - 1));
-const bool is_there = place == n;  // else only to complete its simdgroup: it writes nothing
+const bool is_there = place == n;  // else it only completes its simdgroup and writes nothing
 const uint head = n / DV;
 const uint key_head = head / (HV / HK);
 const int request = thread_position_in_grid.y;
@@ -158,7 +158,7 @@ UNROLLED for (int i = 0; i < EACH; i++) {
     state[i][j] = 0.0f;
   }
 }
-if (start > 0 && is_there) {  // others would read what is written meanwhile
+if (start > 0 && is_there) {  // others would read what is being written
   load_state<DK, LANES>(states, sequence.read, n, lane, state);
 }
 float log_rate[EACH][RUN];
@@ -167,7 +167,7 @@ if (DECAYS == 2) {
 }
 
 for (int t = 0;; t++) {
-  // Of t tokens that were applied: the state, if it is certain and wanted.
+  // Stores the state after t tokens, if it is certain and wanted.
   if (t <= certain) {
     const int position = start + t;
     const bool is_full = t > 0 && position % BLOCK_SIZE == 0;

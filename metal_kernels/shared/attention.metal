@@ -11,32 +11,32 @@ constant constexpr float LOG2_E = 1.4426950408889634f;
 
 // A request's rows in the step, or one listed row; dispatch.py defines the order of fields.
 struct Request {
-    int first_row;       // in the queries
+    int first_row;       // among the queries
     int first_out_row;   // in the output, where all parts of a row are adjacent
-    int first_position;  // of its first row, in the request
-    int length;          // of its context: slots beyond it may be another request's
+    int first_position;  // position of its first row in the request
+    int length;          // context length: slots beyond may belong to other requests
 };
 
 // Work of one threadgroup: query rows against a range of the context. Rows are packed: packed
 // row p is query row p / group, head p % group of the query heads that share a K/V head.
 struct Tile {
-    int request;  // of its rows; if they are listed, that of packed row 0
+    int request;  // the rows' request; if they are listed, that of packed row 0
     int packed_begin;
     int packed_count;
     int begin;  // first context position
-    int end;    // after the last; the request may end before
+    int end;    // one past the last; the request may end earlier
     int split;  // index of this part of the context
     int parts;  // number of parts; 1: not split
     int table;  // block table if rows are listed; else the request's
 };
 
-// Parameters of all tiles of a dispatch: how dot products become scores, and which of them.
+// Parameters of all tiles of a dispatch: scoring and visibility.
 struct Scoring {
-    float scale;  // on the queries, including log2(e) or the cap's divisor
-    float cap;    // of tanh, in units of log2
+    float scale;  // factor on the queries, including log2(e) or the cap's divisor
+    float cap;    // soft cap of tanh, in units of log2
     int window;   // positions a query sees, including its own
     int listed;   // each query row has its own Request, and sees the tile's whole range
-    int bidirectional;  // rows of a request see those after them, too
+    int bidirectional;  // rows of a request also see those after them
     int extent;  // distances from a query to a key that have a bias
     int unused[2];
 };
@@ -47,7 +47,7 @@ inline float capped(float product, float cap) {
 
 // Location of one K/V head of one request in a pool of [heads, blocks, block_size, row].
 struct Context {
-    ulong first_slot;  // of the head
+    ulong first_slot;  // first slot of the head
     uint shift;        // log2 of the block size
     const device int* table;
 

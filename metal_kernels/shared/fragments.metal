@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Converts bytes of a pool to elements of 8x8 matrices. A lane holds two elements of each; from 16 bytes of
-// a row it fills COUNT matrices, with elements in the cheapest order, which `at` returns.
+// Converts bytes of a pool to elements of 8x8 matrices. A lane holds two elements of each; 16 bytes of
+// a row fill COUNT matrices, with elements in the cheapest order, which `at` returns.
 
 template <typename C>
 struct Fragments {
@@ -40,8 +40,8 @@ struct Fragments<float> {
     }
 };
 
-// Quantized values become halves in pairs within their words: a word's first and third are one pair, its
-// second and fourth the next. So of 16 values element e of matrix i is:
+// Quantized values become halves in pairs within their words: the first and third, and the
+// second and fourth. So of 16 values, element e of matrix i is:
 inline int code_at(int i, int e) {
     return i / 2 * 4 + i % 2 + e * 2;
 }
@@ -61,7 +61,7 @@ struct Fragments<uint8_t> {
     static inline int at(int i, int e) {
         return code_at(i, e);
     }
-    static inline half2 upper(uint codes) {  // of the second and the fourth
+    static inline half2 upper(uint codes) {  // the second and the fourth
         return as_type<half2>(as_type<uint>(as_type<short2>(codes) >> short2(1)) & 0xbf80bf80u);
     }
     static inline half2 of_pair(Pair pair) {
@@ -72,7 +72,7 @@ struct Fragments<uint8_t> {
     }
 };
 
-// int8: with its sign inverted it is the last byte of a half that is larger by 1152.
+// int8: with its sign inverted, it is the last byte of a half that is larger by 1152.
 template <>
 struct Fragments<int8_t> {
     typedef half Element;
@@ -82,7 +82,7 @@ struct Fragments<int8_t> {
     static inline int at(int i, int e) {
         return code_at(i, e);
     }
-    static inline half2 lower(uint codes) {  // of the first and the third
+    static inline half2 lower(uint codes) {  // the first and the third
         return as_type<half2>((codes & 0x00ff00ffu) ^ 0x64806480u) - half2(half(1152.0f));
     }
     static inline half2 of_pair(Pair pair) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Elements of a KV cache as floats and back.
+// Conversion of KV cache elements to and from floats.
 //
 // A cache holds half, bfloat16_t or float values, or quantized bytes with a bfloat16_t scale per row,
 // where value = byte * scale: uint8_t for fp8 e4m3 in its finite form (1 sign, 4 exponent and 3 mantissa
@@ -25,7 +25,7 @@ inline float decode_element(int8_t code) {
 }
 
 // Exponent and mantissa are a half's without low bits and with bias 7 instead of 15, also if subnormal.
-// The two NaNs, which encode_element never produces, read as +-480.
+// The two NaNs, which encode_element never produces, decode to +-480.
 inline float decode_element(uint8_t code) {
   const uint wide = code;
   const ushort bits = static_cast<ushort>((wide & 0x80u) << 8 | (wide & 0x7fu) << 7);

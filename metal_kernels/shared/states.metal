@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared by kernels that work token by token: a request's part of the step, and the location of its state.
+// Shared by kernels that work token by token: a request's part of the step, and its state's location.
 // A state's bytes fill a block's K, head by head, and continue in its V.
 
 #define UNROLLED _Pragma("clang loop unroll(full)")

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Metal's types and functions for clang's AMD back end, as far as kernels use them. What is one
-// instruction on an Apple GPU and several here, or none, is one line of assembly whose name begins with
-// `metal_`, which assembly.py counts; no assembler ever sees it.
+// Metal's types and functions for clang's AMD back end, as far as kernels use them. Operations that are
+// one instruction on an Apple GPU but not here become one line of assembly with a name starting with
+// `metal_`, which assembly.py counts; it is never assembled.
 #pragma once
 
 typedef unsigned char uchar;
@@ -62,7 +62,7 @@ inline vec<T, N> make_vec(Parts... parts) {
   vec<T, N> made;
   int at = 0;
   (put(made, at, parts), ...);
-  while (at < N) made[at++] = made[0];  // one number for all
+  while (at < N) made[at++] = made[0];  // one number fills all elements
   return made;
 }
 
@@ -90,7 +90,7 @@ inline float floor(float value) { return __builtin_floorf(value); }
 inline float abs(float value) { return __builtin_fabsf(value); }
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// One number in, one out.
+// Functions from one number to one number.
 #define METAL_PROXY_UNARY(NAME, T)                               \
   inline T NAME(T value) {                                       \
     T out;                                                       \
@@ -115,7 +115,7 @@ namespace fast {
 METAL_PROXY_EXPONENTIALS
 }
 
-// Lanes of a simdgroup; vectors element by element, and halves as floats.
+// Simdgroup functions: vectors element by element, and halves as floats.
 #define METAL_PROXY_REDUCTION(NAME)                                     \
   METAL_PROXY_UNARY(NAME, float)                                        \
   METAL_PROXY_UNARY(NAME, int)                                          \
@@ -134,8 +134,8 @@ METAL_PROXY_REDUCTION(simd_prefix_exclusive_sum)
 METAL_PROXY_REDUCTION(simd_prefix_inclusive_sum)
 METAL_PROXY_REDUCTION(simd_broadcast_first)
 
-// LANE is where the number of a lane lies: in a register of the thread, or, of distances, in one of the
-// simdgroup, of which there are enough.
+// LANE is the location of a lane's number: a register of the thread, or, for distances, one of the
+// simdgroup, which has enough of them.
 #define METAL_PROXY_SHUFFLE_OF(NAME, T, LANE)                                       \
   inline T NAME(T value, ushort lane) {                                             \
     T out;                                                                          \
@@ -218,7 +218,7 @@ METAL_PROXY_VECTORS(float)
 template <typename T>
 inline constexpr bool is_signed_v = T(-1) < T(0);
 
-// MLX's own names.
+// MLX's names.
 template <typename T>
 struct Limits {
   static constexpr float finite_min = -3.4e38f;

@@ -13,7 +13,7 @@ namespace metal_cpu {
 Arena arena;
 
 #if defined(METAL_CPU_CHECK)
-// Wide enough that an index that is wrong by a whole threadgroup's memory lands in a gap.
+// Wide enough that an index off by a whole threadgroup's memory lands in a gap.
 constexpr uint64_t gap = 64 * 1024;
 #else
 constexpr uint64_t gap = 256;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threadgroup memory: one array after another, with gaps, in one region.
+// Threadgroup memory: arrays with gaps between them, in one region.
 #pragma once
 
 #include <stdint.h>
@@ -11,14 +11,14 @@ constexpr unsigned max_threadgroup_variables = 256;
 
 struct ThreadgroupVariable {
   const char* name;
-  char* data;  // null: not met in this dispatch
+  char* data;  // null: not yet used in this dispatch
   uint64_t bytes;
   uint64_t element_bytes;
 };
 
 struct Arena {
   ThreadgroupVariable variables[max_threadgroup_variables];
-  unsigned count;  // indices in use are below it
+  unsigned count;  // upper bound of used indices
   uint64_t declared;
   char* next;
 };
@@ -28,10 +28,10 @@ extern Arena arena;
 char* arena_region();
 uint64_t arena_region_bytes();
 
-/// Forgets the variables of the last kernel.
+/// Clears the variables of the last kernel.
 void clear_arena();
 
-/// Fills all variables with 0xFF, a NaN in every float format: reading before writing shows.
+/// Fills all variables with 0xFF, a NaN in every float format, to expose reads before writes.
 void poison_arena();
 
 }  // namespace metal_cpu

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Check mode: the compiler calls us at every access to memory that could be shared.
+// Check mode: the compiler calls these functions at every access to memory that could be shared.
 #include <stdio.h>
 #include <string.h>
 
@@ -19,12 +19,12 @@ namespace metal_cpu {
 namespace {
 
 Cell* arena_cells;
-uintptr_t image_begin, image_end;  // of the kernel's library: its constants
+uintptr_t image_begin, image_end;  // the kernel library's constants
 
 const char* verb(bool write) { return write ? "write" : "read"; }
 bool writes(Access access) { return access == Access::write || access == Access::atomic_write; }
 
-/// "thread 3 of threadgroup (0, 1, 0)".
+/// Formats a thread: "thread 3 of threadgroup (0, 1, 0)".
 struct Who {
   char text[96];
   Who() {
@@ -44,7 +44,7 @@ struct Who {
           reinterpret_cast<void*>(image_begin + race.site));
 }
 
-/// The buffer at `offset` of a region: several buffers may share it.
+/// Returns the buffer at `offset` of a region, which several buffers may share.
 unsigned buffer_at(const Region& region, uint64_t offset) {
   const char* original = region.original + offset;
   const Launch& launch = *scheduler.launch;
@@ -60,7 +60,7 @@ void device_access(Region& region, char* address, uint64_t bytes, Access access,
   const unsigned index = buffer_at(region, offset);
   const Buffer& buffer = scheduler.launch->buffers[index];
   const uint64_t start =
-      uint64_t(static_cast<char*>(buffer.data) - region.original);  // of the buffer in the region
+      uint64_t(static_cast<char*>(buffer.data) - region.original);  // offset of the buffer in the region
   const uint64_t element = (offset - start) / buffer.element_bytes;
   if (offset + bytes > region.bytes)
     give_up("out_of_bounds", "%s of %llu bytes at element %llu of '%s', which has %llu, by %s {site:%p}",
@@ -114,7 +114,7 @@ void threadgroup_access(char* address, uint64_t bytes, Access access, const void
   Cell* cells = arena_cells + (address - arena_region());
   for (uint64_t i = 0; i < bytes; ++i) {
     Cell& cell = cells[i];
-    // Threadgroup memory starts anew with every threadgroup.
+    // Threadgroup memory is reset for every threadgroup.
     if (cell.write_time && cell.writer >> 11 != scheduler.group.index) cell = {};
     if (cell.read_time && cell.reader >> 12 != scheduler.group.index) cell = {};
     if (!writes(access) && !cell.write_time)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What Python passes and gets back; mirrored by ctypes structures in launch.py.
+// Arguments and results of a dispatch; mirrored by ctypes structures in launch.py.
 #pragma once
 
 #include <stdint.h>
@@ -16,7 +16,7 @@ struct Buffer {
   uint64_t bytes;
   uint32_t element_bytes;
   uint32_t kind;
-  uint32_t initialized;  // a read before any write is no error
+  uint32_t initialized;  // a read before any write is allowed
 };
 
 enum Order : uint32_t { order_forward = 0, order_reverse = 1, order_random = 2 };
@@ -43,14 +43,14 @@ struct BufferTraffic {
 struct Counters {
   uint64_t threadgroups;
   uint64_t threadgroup_bytes;  // declared by one threadgroup
-  uint64_t barriers;           // executed by all threadgroups together
-  uint64_t simd_collectives;   // one for a simdgroup
-  uint64_t partial_collectives;  // of these, executed with lanes missing
-  BufferTraffic* traffic;      // one for each buffer
+  uint64_t barriers;           // sum over all threadgroups
+  uint64_t simd_collectives;   // once per simdgroup
+  uint64_t partial_collectives;  // those executed with lanes missing
+  BufferTraffic* traffic;      // one per buffer
 };
 
 struct Violation {
-  char kind[32];  // empty: none
+  char kind[32];  // empty: no violation
   char text[1024];
 };
 

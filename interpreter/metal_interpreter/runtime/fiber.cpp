@@ -13,7 +13,7 @@
 #define SYMBOL "metal_cpu_switch"
 #endif
 
-// swapcontext makes two system calls a switch; a simdgroup function needs 32 switches.
+// swapcontext makes two system calls per switch; a simdgroup function needs 32 switches.
 #if defined(__x86_64__)
 // System V: rbx, rbp, r12-r15 belong to the caller.
 asm(".text\n.globl " SYMBOL "\n" SYMBOL ":\n"
@@ -61,7 +61,7 @@ char* stack_region() {
       perror("the interpreter cannot reserve its stacks");
       abort();
     }
-    // The lowest page of each stack stays out of reach: an overflow must not reach a neighbor.
+    // The lowest page of each stack is inaccessible, so that an overflow cannot reach a neighbor.
     for (unsigned i = 0; i < max_threads; ++i)
       mprotect(static_cast<char*>(memory) + i * stack_bytes, 16 * 1024, PROT_NONE);
     return static_cast<char*>(memory);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Where the checks of check mode hang. In run mode they are empty and cost nothing.
+// Hooks for check mode. In run mode they are empty and free.
 #pragma once
 
 #include "scheduler.h"
@@ -11,12 +11,12 @@ void dispatch_begins();
 void dispatch_ends();
 void threadgroup_begins();
 void threadgroup_ends();
-/// Memory ordered for every thread of the threadgroup / of one simdgroup from here on.
+/// Orders memory for all threads of the threadgroup / of one simdgroup.
 void threadgroup_barrier_passed(unsigned mem_flags);
 void simdgroup_barrier_passed(unsigned simdgroup, unsigned mem_flags);
 /// The lanes of `mask` left a simdgroup function or barrier together.
 void lanes_synchronized(unsigned simdgroup, uint32_t mask);
-/// Where buffer `index` is while the kernel runs.
+/// Returns the address of buffer `index` while the kernel runs.
 void* placed(unsigned index);
 #else
 inline void dispatch_begins() {}

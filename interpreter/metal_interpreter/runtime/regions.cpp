@@ -13,7 +13,7 @@ Regions regions;
 
 namespace {
 
-constexpr uint64_t page = 4096;  // for bookkeeping; the system's own may be larger
+constexpr uint64_t page = 4096;  // for bookkeeping; the system's may be larger
 
 bool all_zero(const char* bytes, uint64_t count) {
   uint8_t any = 0;
@@ -21,8 +21,8 @@ bool all_zero(const char* bytes, uint64_t count) {
   return any == 0;
 }
 
-/// Copies only what is resident and not zero: a pool may be larger than the machine's memory, and
-/// what nobody wrote reads as zero in both places.
+/// Copies only resident nonzero pages: a pool may be larger than the machine's memory, and
+/// unwritten pages read as zero in both places.
 void copy_resident(char* to, const char* from, uint64_t bytes) {
   const uint64_t system_page = uint64_t(sysconf(_SC_PAGESIZE));
   const uint64_t chunk_pages = 1024;
@@ -57,7 +57,7 @@ int by_address(const void* a, const void* b) {
   return x < y ? -1 : x > y;
 }
 
-/// Makes one region of those that overlap.
+/// Merges overlapping regions.
 void merge() {
   qsort(regions.all, regions.count, sizeof(Region), by_address);
   unsigned kept = 0;

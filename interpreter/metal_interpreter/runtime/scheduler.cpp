@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Runs threadgroups one after another, each thread of one a fiber. A fiber runs until it waits for
-// others, then the next in the schedule's order runs. Nothing is preempted: what a kernel does
-// between two synchronization points is atomic here, and only the order of threads varies.
+// Runs threadgroups one after another, with a fiber per thread. A fiber runs until it waits for
+// others, then the next in schedule order runs. There is no preemption: code between
+// two synchronization points is atomic here, and only the order of threads varies.
 #include "scheduler.h"
 
 #include <stdarg.h>
@@ -41,7 +41,7 @@ unsigned pick_lane(uint32_t ready) {
   }
 }
 
-/// Ends the wait of `lanes`, which are all in one call, doing what the call is for.
+/// Ends the wait of `lanes`, which are all in one call, and performs the call.
 void release(unsigned index, uint32_t lanes) {
   Simdgroup& simdgroup = scheduler.simdgroups[index];
   Thread* threads = scheduler.threads + index * simdgroup_size;
@@ -64,7 +64,7 @@ void release(unsigned index, uint32_t lanes) {
   simdgroup.waiting &= ~lanes;
   simdgroup.ready |= lanes;
   simdgroup.mixed = false;
-  if (simdgroup.waiting) {  // what is left may be of one kind or of several
+  if (simdgroup.waiting) {  // the remaining lanes may be of one kind or several
     const void* site = nullptr;
     for (uint32_t rest = simdgroup.waiting; rest; rest &= rest - 1) {
       const void* other = threads[__builtin_ctz(rest)].site;
@@ -74,8 +74,8 @@ void release(unsigned index, uint32_t lanes) {
   }
 }
 
-/// Lanes in different simdgroup functions, and nobody left to run: the branches diverged, which
-/// Metal allows. As on hardware one branch runs at a time, with the lanes that took it active: the
+/// Handles lanes in different simdgroup functions when nothing else can run: the branches diverged, which
+/// Metal allows. As on hardware, one branch runs at a time, with its lanes active: the
 /// one whose code comes first, because compilers lay out a branch before what follows it.
 bool release_one_branch(unsigned index) {
   const Simdgroup& simdgroup = scheduler.simdgroups[index];
@@ -131,7 +131,7 @@ void switch_to_next(void** save) {
   }
 }
 
-/// Where the running thread is, seen as its simdgroup.
+/// Position of the running thread in its simdgroup.
 Simdgroup& my_simdgroup() { return scheduler.simdgroups[scheduler.current / simdgroup_size]; }
 uint32_t my_bit() { return 1u << scheduler.current % simdgroup_size; }
 
@@ -174,7 +174,7 @@ void finish_thread() {
   simdgroup.live &= ~my_bit();
   simdgroup.ready &= ~my_bit();
   scheduler.group.finished++;
-  // The lanes that remain may have waited only for this one.
+  // The remaining lanes may have waited only for this one.
   if (simdgroup.waiting && simdgroup.waiting == simdgroup.live && !simdgroup.mixed)
     release(scheduler.current / simdgroup_size, simdgroup.live);
 }
@@ -229,7 +229,7 @@ const char* describe(Wait wait) {
   return "";
 }
 
-/// Nobody can run and not everybody has returned.
+/// Handles a deadlock: no thread can run, but not all have returned.
 void report_divergence() {
   const Threadgroup& group = scheduler.group;
   Violation& violation = *scheduler.violation;
@@ -292,7 +292,7 @@ void give_up(const char* kind, const char* format, ...) {
   snprintf(scheduler.violation->kind, sizeof scheduler.violation->kind, "%s", kind);
   vsnprintf(scheduler.violation->text, sizeof scheduler.violation->text, format, arguments);
   va_end(arguments);
-  // Kernel code owns nothing that needs a destructor, so its frames are simply left behind.
+  // Kernel code owns nothing that needs a destructor, so its frames are simply dropped.
   void* never;
   metal_cpu_switch(&never, scheduler.main_stack_pointer);
   __builtin_unreachable();

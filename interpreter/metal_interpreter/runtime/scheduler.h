@@ -16,15 +16,15 @@ struct Thread {
   Fold fold;
   const void* in;
   void* out;
-  const void* site;  // return address of the call it waits in
+  const void* site;  // return address of the call that it waits in
   unsigned mem_flags;
   Wait wait;
 };
 
 /// Bit masks over lanes.
 struct Simdgroup {
-  uint32_t live;     // not returned from the kernel
-  uint32_t ready;    // able to run
+  uint32_t live;     // has not returned from the kernel
+  uint32_t ready;    // can run
   uint32_t waiting;  // in a simdgroup function or barrier
   bool mixed;        // the waiting lanes are not all in the same call
 };
@@ -37,14 +37,14 @@ struct Threadgroup {
   unsigned simdgroups;
   unsigned finished;
   unsigned at_barrier;
-  const void* barrier_site;  // of the first thread there
+  const void* barrier_site;  // of the first waiting thread
   bool mixed;                // threads wait at different barriers
 };
 
 struct Scheduler {
   const Launch* launch;
   Counters* counters;
-  Violation* violation;  // set: the dispatch is being given up
+  Violation* violation;  // set: the dispatch is being aborted
   void* main_stack_pointer;
   unsigned current;  // index of the running thread in its threadgroup
   uint64_t random;
@@ -55,11 +55,11 @@ struct Scheduler {
 
 extern Scheduler scheduler;
 
-constexpr unsigned max_buffers = 31;  // of a Metal kernel
+constexpr unsigned max_buffers = 31;  // limit of a Metal kernel
 extern void* bound_buffers[max_buffers];
 
-/// Ends the dispatch from inside a kernel thread: goes back to `metal_cpu_run`, which returns.
-/// `format` as of printf. A code address is written `{site:%p}`, and Python puts file and line there.
+/// Aborts the dispatch from inside a kernel thread: returns from `metal_cpu_run`.
+/// `format` is like printf's. Python replaces a code address written `{site:%p}` by file and line.
 [[noreturn]] void give_up(const char* kind, const char* format, ...)
     __attribute__((format(printf, 2, 3)));
 

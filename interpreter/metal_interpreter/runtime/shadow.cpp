@@ -11,14 +11,14 @@ namespace metal_cpu {
 
 namespace {
 
-// Who has read since the last write: one thread, lanes of one simdgroup, threads of one
+// Readers since the last write: one thread, lanes of one simdgroup, threads of one
 // threadgroup, or several threadgroups.
 enum Readers : uint32_t { one = 0, simdgroup = 1, threadgroup = 2, many = 3 };
 
-/// Everything before these times is ordered before the present, for the threads concerned.
+/// Accesses before these times are ordered before the present, for the threads concerned.
 struct Clock {
   uint32_t now;
-  uint32_t threadgroup_since[2];  // by Memory
+  uint32_t threadgroup_since[2];  // indexed by Memory
   uint32_t simdgroup_since[2][max_threads / simdgroup_size];
 };
 Clock clock_;
@@ -49,13 +49,13 @@ bool all_ordered(const Stamp& latest, Readers readers, Memory memory) {
          latest.time < clock_.simdgroup_since[kind][mine];
 }
 
-/// The readers of a cell once the running thread has read it too.
+/// Returns a cell's readers, including the running thread.
 Readers with_me(const Cell& cell, const Stamp& latest, Memory memory) {
   const Readers readers = Readers(cell.reader & 3);
   if (!cell.read_time) return one;
   if (readers == many || latest.threadgroup != scheduler.group.index) return many;
-  // Whoever read before a barrier is ordered before all that can still come from this threadgroup,
-  // and for other threadgroups one reader is as good a witness as another.
+  // Reads before a barrier are ordered before everything still to come from this threadgroup,
+  // and for other threadgroups any one reader is enough evidence.
   if (all_ordered(latest, readers, memory)) return one;
   if (readers == threadgroup) return threadgroup;
   return latest.thread / simdgroup_size == scheduler.current / simdgroup_size ? simdgroup
@@ -79,7 +79,7 @@ Race enter(Cell& cell, Access access, Memory memory, uint32_t site) {
     cell.write_time = clock_.now;
     cell.write_site = site;
     cell.read_time = 0;
-  } else if (!atomic) {  // an atomic read conflicts with plain writes only, and those see no reader
+  } else if (!atomic) {  // an atomic read conflicts with plain writes only, which do not check readers
     const Readers readers = with_me(cell, reader, memory);
     cell.reader = uint32_t(group << 12 | scheduler.current << 2 | readers);
     cell.read_time = clock_.now;

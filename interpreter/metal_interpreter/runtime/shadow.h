@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who touched each piece of memory last, and whether a barrier lies between. Check mode only.
+// Records the last accesses to each piece of memory, and barriers between them. Check mode only.
 #pragma once
 
 #include <stdint.h>
@@ -20,7 +20,7 @@ constexpr uint64_t max_threadgroups_checked = 1 << 20;
 
 enum class Access : uint8_t { read, write, atomic_read, atomic_write };
 
-/// Two kinds of memory, because a barrier's flags say which it orders.
+/// Two kinds of memory, because a barrier's flags select which it orders.
 enum class Memory : uint8_t { device, threadgroup };
 
 struct Race {
@@ -31,19 +31,19 @@ struct Race {
   uint32_t site;
 };
 
-/// Enters an access of the running thread into a cell and says which earlier one it races with.
+/// Records an access of the running thread in a cell; returns the earlier one that it races with.
 ///
-/// Two accesses of which one writes need an order: the same thread, a threadgroup_barrier between
+/// Two accesses, at least one a write, need an order: the same thread, a threadgroup_barrier between
 /// threads of a threadgroup, or a simdgroup_barrier between lanes of a simdgroup, with the flag of
 /// that memory. Between threadgroups there is none. Two atomic accesses need none.
 Race enter(Cell& cell, Access access, Memory memory, uint32_t site);
 
-/// The clock of the running threadgroup: it moves at every barrier.
+/// The clock of the running threadgroup: advances at every barrier.
 void reset_clock();
 void order_threadgroup(unsigned mem_flags);
 void order_simdgroup(unsigned simdgroup, unsigned mem_flags);
 
-/// Zeroed memory that takes space only where it is touched.
+/// Zeroed memory that is allocated where it is touched.
 void* reserve(uint64_t bytes);
 void unreserve(void* memory, uint64_t bytes);
 

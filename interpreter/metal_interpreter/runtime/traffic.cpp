@@ -11,7 +11,7 @@ namespace metal_cpu {
 
 namespace {
 
-uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every bit of x reaches every bit
+uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every input bit affects every output bit
   x ^= x >> 33;
   x *= 0xFF51AFD7ED558CCDULL;
   x ^= x >> 33;
@@ -19,7 +19,7 @@ uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every bit of x reac
   return x ^ x >> 33;
 }
 
-/// Hash table from a nonzero key to a count; emptied in no time by starting a new generation.
+/// Hash table from a nonzero key to a count; cleared cheaply by starting a new generation.
 class Table {
  public:
   uint32_t& at(uint64_t key, bool& added) {
@@ -69,13 +69,13 @@ class Table {
   uint32_t generation_ = 1;
 };
 
-/// Of one simdgroup, since its lanes last met.
+/// Accesses of one simdgroup since its lanes last synchronized.
 struct Seen {
   Table touched;      // (instruction, line)
-  Table occurrences;  // (lane, site): how often executed
+  Table occurrences;  // (lane, site): number of executions
 };
 Seen seen[max_threads / simdgroup_size];
-uint32_t meetings[max_threads];  // of each lane, so that lanes that met count from zero again
+uint32_t meetings[max_threads];  // of each lane, so that synchronized lanes count from zero again
 
 uint64_t lane_site(const void* site, bool write) {
   return mix(reinterpret_cast<uint64_t>(site) * 2 + write) + scheduler.current % simdgroup_size;

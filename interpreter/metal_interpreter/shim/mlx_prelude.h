@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The names MLX puts before every custom kernel (its metal/kernels/utils.h), as far as kernels use
+// Names that MLX puts before every custom kernel (its metal/kernels/utils.h), as far as kernels use
 // them.
 #pragma once
 
@@ -46,7 +46,7 @@ METAL_CPU_FLOAT_LIMITS(bfloat)
 template <typename T, typename U>
 METAL_CPU_INLINE T ceildiv(T n, U m) { return (n + m - 1) / m; }
 
-/// MLX's own: Metal has neither.
+/// MLX's own, not in Metal.
 METAL_CPU_INLINE float log1p(float x) { return __builtin_log1pf(x); }
 METAL_CPU_INLINE float expm1f(float x) { return __builtin_expm1f(x); }
 METAL_CPU_INLINE float erf(float x) { return __builtin_erff(x); }

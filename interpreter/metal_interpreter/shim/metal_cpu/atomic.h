@@ -28,7 +28,7 @@ typedef atomic<float> atomic_float;
 typedef atomic<bool> atomic_bool;
 
 namespace detail {
-// The compiler's atomics are for integers; a float goes as its bits.
+// The compiler's atomics are for integers; a float is passed as its bits.
 template <typename T>
 struct atomic_bits {
   typedef T type;
@@ -48,7 +48,7 @@ METAL_CPU_INLINE bits<T>* address(A* object) {
   return reinterpret_cast<bits<T>*>(const_cast<T*>(&object->value));
 }
 
-/// new = f(old), returning old.
+/// Sets new = f(old); returns old.
 template <typename T, typename A, typename F>
 METAL_CPU_INLINE T update(A* object, F f) {
   bits<T>* at = address<T>(object);

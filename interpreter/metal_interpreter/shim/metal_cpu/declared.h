@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Metal's functions by their types alone, for a pass that compiles kernels with real address spaces
-// and runs nothing. A class cannot be read from another address space without a constructor for
-// each, hence vectors and bfloat are the compiler's own here. That makes this pass laxer than the
-// others about conversions, which they see.
+// Declarations of Metal's functions, to compile kernels with real address spaces without running
+// them. A class cannot be read from another address space without a constructor for
+// each, so vectors and bfloat are the compiler's own here. That makes this pass less strict about
+// conversions than the others, which check them.
 #pragma once
 
 #include "types.h"
@@ -18,10 +18,10 @@ template <typename T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
 
 namespace detail {
-/// `vec<T, N>(parts...)`, which the compiler's vectors do not know.
+/// `vec<T, N>(parts...)`, which the compiler's vectors lack.
 template <typename T, int N, typename... Parts>
 vec<T, N> make_vec(Parts... parts);
-/// T, but not to be deduced from this argument.
+/// T, but not deduced from this argument.
 template <typename T>
 using given = typename remove_cv<T>::type;
 }  // namespace detail

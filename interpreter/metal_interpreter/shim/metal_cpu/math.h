@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Math, integer, common and geometric functions. float and half compute in float (half then rounds
-// once), through the C library: closer to exact than a GPU, so tolerances must come from MSL's
+// once), through the C library: closer to exact than a GPU, so take tolerances from MSL's
 // table of errors and not from here.
 #pragma once
 
@@ -9,7 +9,7 @@
 namespace metal {
 namespace detail {
 
-/// `f` on each component of vectors, or on scalars.
+/// Applies `f` to each component of vectors, or to scalars.
 template <typename T, typename F, typename... Rest>
 METAL_CPU_INLINE auto each(F f, const T& x, const Rest&... rest) {
   if constexpr (is_vec<T>::size == 0) {
@@ -21,7 +21,7 @@ METAL_CPU_INLINE auto each(F f, const T& x, const Rest&... rest) {
   }
 }
 
-/// Of a scalar, a vector or a swizzle: its element, and what it is as a value of its own.
+/// Element type and value type of a scalar, a vector or a swizzle.
 template <typename T>
 using scalar = typename is_vec<T>::element;
 template <typename T>
@@ -107,7 +107,7 @@ METAL_CPU_INLINE float sign_(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x 
   METAL_CPU_REAL2(divide, [](float a, float b) { return a / b; })
 
 METAL_CPU_FUNCTIONS
-// As exact as the default here. What a GPU loses in fast:: is not modeled.
+// As exact as the default here. The error of fast:: on a GPU is not modeled.
 namespace fast {
 METAL_CPU_FUNCTIONS
 }
@@ -312,7 +312,7 @@ METAL_CPU_INLINE bool all(vec<bool, N> v) {
 METAL_CPU_INLINE bool any(bool v) { return v; }
 METAL_CPU_INLINE bool all(bool v) { return v; }
 
-// Two type parameters, so that swizzles can be given.
+// Two type parameters, so that swizzles are accepted.
 template <typename X, typename Y>
 METAL_CPU_INLINE detail::if_real<X, detail::scalar<X>> dot(const X& x, const Y& y) {
   static_assert(__is_same(detail::settled<X>, detail::settled<Y>), "dot of two different types");

@@ -46,7 +46,7 @@ void fold_multiply(const Lanes& lanes) {
     if (active(lanes, lane))
       part = operand<Factors<A, B, C>>(lanes, lane);
     else
-      poison(part);  // a matrix of which lanes are missing has no value
+      poison(part);  // a matrix with missing lanes has no value
     const uint r = matrix_row(lane), c = matrix_col(lane);
     for (uint i = 0; i < 2; ++i) {
       a[r][c + i] = float(part.a[i]);

@@ -38,7 +38,7 @@ METAL_CPU_INLINE T& result(const Lanes& lanes, uint lane) {
 }
 METAL_CPU_INLINE bool active(const Lanes& lanes, uint lane) { return lanes.active >> lane & 1; }
 
-/// Hands this lane's operand in, and comes back with what `fold` left for it.
+/// Passes this lane's operand to `fold`; returns its result for the lane.
 template <typename Out, typename In>
 METAL_CPU_SYNC METAL_CPU_INLINE Out collect(metal_cpu::Fold fold, const In& in) {
   Out out;
@@ -118,7 +118,7 @@ struct Extreme {
       T r;
       for (int i = 0; i < is_vec<T>::size; ++i) r.set(i, apply(a[i], b[i]));
       return r;
-    } else if constexpr (is_floating_point_v<T>) {  // a NaN gives way, as in fmax and fmin
+    } else if constexpr (is_floating_point_v<T>) {  // ignores a NaN, as fmax and fmin do
       if (a != a) return b;
       if (b != b) return a;
       return (larger ? a < b : b < a) ? b : a;
@@ -130,7 +130,7 @@ struct Extreme {
 
 // ---- moving values between lanes ----
 
-/// What a lane gets that asks for an inactive lane, or for one that does not exist: undefined in
+/// Result for a lane that reads from an inactive or nonexistent lane: undefined in
 /// Metal, a NaN or a huge number here.
 template <typename T>
 METAL_CPU_INLINE void poison(T& value) {
@@ -141,7 +141,7 @@ template <typename T>
 struct Request {
   T value;
   uint from;  // lane
-  bool keep;  // there is no such lane: the result is `other`
+  bool keep;  // no such lane: the result is `other`
   T other;
 };
 

@@ -2,7 +2,7 @@
 // Scalar types, address spaces and type traits of the Metal Shading Language (MSL).
 #pragma once
 
-// Memory is flat here, but for the pass that only looks whether the address spaces fit (strict.py).
+// Memory is flat here, except in the pass that checks address spaces (strict.py).
 #if defined(METAL_CPU_ADDRESS_SPACES)
 #define device __attribute__((address_space(1)))
 #define constant const __attribute__((address_space(2)))
@@ -15,8 +15,8 @@
 #define thread
 #define kernel
 
-// Functions of the shim must vanish into the kernel: call sites tell synchronization points apart.
-// Without lines of their own they show in messages as the line that calls them.
+// Functions of the shim must be inlined: call sites distinguish synchronization points.
+// Without lines of their own, they appear in messages as the line that calls them.
 #define METAL_CPU_INLINE __attribute__((always_inline, nodebug)) inline
 
 typedef __UINT8_TYPE__ uint8_t;
@@ -100,8 +100,8 @@ struct remove_reference {
 #if defined(METAL_CPU_ADDRESS_SPACES)
 typedef __bf16 bfloat;
 #else
-/// The upper half of a float. As in MSL 3.1 it turns into a float by itself, but a float becomes
-/// one only where the program says so.
+/// The upper half of a float. As in MSL 3.1, it converts to a float implicitly, but a float to it
+/// only explicitly.
 struct bfloat {
   uint16_t bits;
 
@@ -219,7 +219,7 @@ struct numeric_limits<bfloat> {
   static constexpr bfloat quiet_NaN() { return of(0x7FC0); }
 };
 
-/// The same bits as another type of the same size.
+/// Reinterprets the bits as another type of the same size.
 template <typename To, typename From>
 METAL_CPU_INLINE To as_type(From from) {
   static_assert(sizeof(To) == sizeof(From), "as_type between types of different sizes");
@@ -230,7 +230,7 @@ METAL_CPU_INLINE To as_type(From from) {
 
 }  // namespace metal
 
-// 1.0h. (Clang will not have the suffix bf.)
+// Suffix of 1.0h. (Clang does not allow the suffix bf.)
 METAL_CPU_INLINE constexpr half operator""h(long double x) { return half(x); }
 
 // as_type is a keyword-like function in Metal, found without `metal::`.

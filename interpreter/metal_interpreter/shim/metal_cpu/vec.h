@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// vec<T, N>: built from any mix of parts, converted to other element types only explicitly.
+// vec<T, N>: constructed from any mix of parts, converted to other element types only explicitly.
 #pragma once
 
 #include "types.h"
@@ -11,7 +11,7 @@ struct vec;
 
 namespace detail {
 
-// The compiler's own vector type carries the value, so that loads, stores and arithmetic are single
+// The compiler's vector type holds the value, so that loads, stores and arithmetic are single
 // operations. It packs bool into bits and knows no bfloat class, hence the stand-ins.
 template <typename T>
 struct stored {
@@ -31,8 +31,8 @@ using native = typename stored<T>::type __attribute__((ext_vector_type(N)));
 template <typename T>
 inline constexpr bool computes_natively = !__is_same(T, bool) && !__is_same(T, bfloat);
 
-/// `v.zx` and the like, for reading and, without repeated letters, for writing. V, the type it
-/// stands for, is an argument so that the operators of V are found for it.
+/// `v.zx` and the like, for reading and, without repeated letters, for writing. V, its value
+/// type, is an argument so that the operators of V are found for it.
 template <typename V, typename T, int N, int... I>
 struct swizzle {
   native<T, N> parent;
@@ -41,7 +41,7 @@ struct swizzle {
   METAL_CPU_INLINE T& at(int i) { return reinterpret_cast<T*>(this)[i]; }
 
   METAL_CPU_INLINE operator V() const { return V(at(I)...); }
-  // By value: `v.zyx = v` reads all before it writes.
+  // By value: `v.zyx = v` reads everything before it writes.
   METAL_CPU_INLINE swizzle& operator=(V v) {
     int i = 0;
     ((at(I) = v[i++]), ...);
@@ -104,7 +104,7 @@ METAL_CPU_INLINE void append(T* to, int& i, const A& a) {
   METAL_CPU_S3(z, x, y, 2, 0, 1) METAL_CPU_S3(z, y, x, 2, 1, 0)        \
   METAL_CPU_S3(x, x, x, 0, 0, 0) METAL_CPU_S3(y, y, y, 1, 1, 1) METAL_CPU_S3(z, z, z, 2, 2, 2)
 
-/// The names a vector's value goes by.
+/// The component names of a vector.
 template <typename T, int size>
 struct components;
 template <typename T>
@@ -161,7 +161,7 @@ struct vec : detail::components<T, N> {
   typedef typename detail::stored<T>::type stored;
 
   vec() = default;
-  // Not defaulted: a copy is to be one load of the whole vector, as it is on a GPU.
+  // Not defaulted: a copy must be one load of the whole vector, as on a GPU.
   METAL_CPU_INLINE vec(const vec& other) { copy(other); }
   METAL_CPU_INLINE vec& operator=(const vec& other) {
     copy(other);
@@ -192,7 +192,7 @@ struct vec : detail::components<T, N> {
   }
 
   METAL_CPU_INLINE void copy(const vec& other) {
-    // Check mode hears of accesses of up to 16 bytes.
+    // Check mode sees accesses of up to 16 bytes.
     if constexpr (sizeof(native) > 16)
       for (int i = 0; i < N; ++i) (*this)[i] = other[i];
     else
