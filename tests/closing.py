@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run of tests says of itself: workers, verdict, skips, time, and the largest files."""
+"""Chooses workers, and reports the verdict, skips, time and slowest files of a test run."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import psutil
 import pytest
 
 GIB = 2**30
-#: Memory that a worker may take with all it starts: the most that a file took was 3.4 GiB.
+#: Memory of a worker and its children: the largest file took 3.4 GiB.
 WORKER_BYTES = 4 * GIB
-#: Where control groups are mounted, and the one of this process.
+#: Mount point of control groups, and the file with this process's groups.
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-#: User and system seconds of a file, as a worker counts them for the controller.
+#: User and system seconds per file, which workers report to the controller.
 SPENT = "processor_seconds"
-#: Why tests may be skipped: root, a package that is missing, the platform, what a library has not,
+#: Allowed skip reasons: root, a missing package, the platform, a missing library feature,
 #: a run's end. Any other reason fails the run.
 REASONS = re.compile(
     r"\broot\b|installed|installs|no redis-server|needs qemu|namespaces need|namespaces are not"
@@ -34,7 +34,7 @@ _VERDICTS = ("passed", "failed", "error", "skipped")
 
 
 class Costs:
-    """Processor seconds by file, of this process and of the children that it has waited for."""
+    """CPU seconds by file, of this process and its reaped children."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -67,14 +67,14 @@ class Costs:
         self._has_workers = True
 
     def _count(self, name: str) -> None:
-        # Workers are children of the controller, and count for themselves.
+        # Workers are children of the controller, and report their own time.
         now = sum(os.times()[: 2 if self._has_workers else 4])
         self.seconds[name] += now - self._before
         self._before = now
 
 
 def cores(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
-    """Cores that this process may keep busy: of its affinity, and of its control groups' quotas."""
+    """Returns the number of usable cores, by affinity and control group quotas."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     quotas = [
         int(used) / int(period)
@@ -85,8 +85,7 @@ def cores(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
 
 
 def _quotas(cgroups: Path, own: Path) -> Iterable[tuple[str, str]]:
-    """Microseconds of every control group above this process, and of what period; "max" or "-1":
-    without a limit."""
+    """Yields quota and period of every control group above this process; "max" or "-1" for none."""
     for folder in _groups(cgroups, own, "cpu"):
         if both := _read(folder / "cpu.max").split():
             yield both[0], both[1]
@@ -95,7 +94,7 @@ def _quotas(cgroups: Path, own: Path) -> Iterable[tuple[str, str]]:
 
 
 def free_bytes(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
-    """Bytes that this process can still get: of the machine, and of its control groups' limits."""
+    """Returns the bytes still available, by the machine and control group limits."""
     found = [psutil.virtual_memory().available]
     for folder in _groups(cgroups, own, "memory"):
         for limit, used in (
@@ -110,7 +109,7 @@ def free_bytes(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
 
 
 def _groups(cgroups: Path, own: Path, controller: str) -> list[Path]:
-    """Folders of this process's control group and of those above it, of both versions of them."""
+    """Returns this process's control group folders and their ancestors, in both versions."""
     found = []
     for line in _read(own).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -129,29 +128,29 @@ def _read(file: Path) -> str:
 
 
 def num_workers(cores: int, free_bytes: int) -> int:
-    """As many as there are cores, and as free memory has room for; one at least."""
+    """Returns one worker per core if free memory suffices, at least one."""
     return max(1, min(cores, free_bytes // WORKER_BYTES))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`, which is what the commands of the Makefile ask for."""
+    """Defines `-n auto`, which the Makefile's commands use."""
     return num_workers(cores(), free_bytes())
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Says who shares the work, whatever chose the number."""
+    """Reports the number of workers."""
     return f"workers: {config.getoption('numprocesses', None) or 'none but pytest itself'}"
 
 
 def reported(terminalreporter: pytest.TerminalReporter) -> list[pytest.TestReport]:
-    """Every report of a test, of its fixtures too."""
+    """Returns all test and fixture reports."""
     reports = [report for group in terminalreporter.stats.values() for report in group]
     return [report for report in reports if isinstance(report, pytest.TestReport)]
 
 
 def say_what_ran(terminalreporter: pytest.TerminalReporter, costs: Costs) -> None:
-    """Prints the verdict, how long the run took, why tests were skipped, and the largest files."""
+    """Prints the verdict, duration, skip reasons and slowest files."""
     counts = {name: len(terminalreporter.stats.get(name, [])) for name in _VERDICTS}
     minutes = (time.monotonic() - _BEGUN) / 60
     said = ", ".join(f"{count} {name}" for name, count in counts.items())
@@ -162,7 +161,7 @@ def say_what_ran(terminalreporter: pytest.TerminalReporter, costs: Costs) -> Non
 
 
 def left_out(skipped: Iterable[pytest.TestReport]) -> list[str]:
-    """How many tests were skipped and why, the most frequent reason first."""
+    """Counts skipped tests by reason, the most frequent first."""
     reasons = Counter(
         str(report.longrepr[2]).removeprefix("Skipped: ")
         for report in skipped
@@ -172,7 +171,7 @@ def left_out(skipped: Iterable[pytest.TestReport]) -> list[str]:
 
 
 def fail_if_skipped_otherwise(session: pytest.Session) -> None:
-    """Fails a run that skipped a test for a reason that is not in REASONS; says which."""
+    """Fails a run that skipped a test for a reason outside REASONS, and prints it."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     skipped = reporter.stats.get("skipped", []) if reporter else []
     if unknown := [line for line in left_out(skipped) if not REASONS.search(line)]:
@@ -181,6 +180,6 @@ def fail_if_skipped_otherwise(session: pytest.Session) -> None:
 
 
 def largest(seconds: Counter[str]) -> list[str]:
-    """The files that took most of the processors, and all of them together."""
+    """Formats the files with the most CPU time, and the total."""
     lines = [f"{took:6.1f} s  {file}" for file, took in seconds.most_common(_SHOWN)]
     return [*lines, f"{seconds.total():6.1f} s  user + sys of all {len(seconds)}"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before anything imports MLX: its CPU device at full precision, no network, a run folder."""
+"""Sets MLX's CPU device, full precision, no network and a run folder before MLX is imported."""
 
 import gc
 import os
@@ -27,43 +27,43 @@ from hypothesis.internal.conjecture import providers
 from precompiled import kernels, precompile, writable
 
 TESTS = Path(__file__).parent
-#: Folders of files that take a minute or so, which workers had better not get last.
+#: Folders of files that take about a minute, which no worker should get last.
 LONG_FIRST = ("e2e", "upstream", "darwin", "cli", "deploy", "examples")
 COSTS = Costs()
 
-# Collecting imports and makes a million objects that stay: each pass over them is for nothing.
+# Collection creates a million permanent objects: garbage collection of them is wasted.
 gc.disable()
 _freeze = gc.freeze
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-# Writers of published formats, which tests compare with, would compile their arithmetic by g++: it
-# takes seconds, and cannot link where the path of this environment has a space.
+# Writers of published formats, used as references, would compile with g++. That takes seconds, and
+# cannot link if this environment's path has a space.
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
-# xdist's workers share the cores. A BLAS that takes them all in each worker mostly waits for its
-# threads: two workers on two cores took three times the processor time of one thread each.
+# xdist's workers share the cores. A BLAS with threads for all cores in each worker mostly waits:
+# two workers on two cores took three times the CPU time of one thread each.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     threads = cores() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
-# Nothing that an earlier run, or the user, has kept is read, and nothing is left behind. Workers
-# inherit the folder, so that what one of them compiled serves the others.
+# Ignore caches of earlier runs and of the user, and leave nothing behind. Workers
+# inherit the folder, so that they share what they compile.
 RUN_FOLDER = None
 if "PYTEST_XDIST_WORKER" not in os.environ:
     RUN_FOLDER = tempfile.mkdtemp(prefix="vllm-metal-tests-")
     os.environ["VLLM_METAL_CACHE"] = f"{RUN_FOLDER}/vllm-metal"
     os.environ["XDG_CACHE_HOME"] = os.environ["XDG_CONFIG_HOME"] = RUN_FOLDER
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = f"{RUN_FOLDER}/hypothesis"
-    if not writable(kernels()):  # another user's, for whom MLX has compiled some
+    if not writable(kernels()):  # MLX compiled kernels there for another user
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         os.environ["TMPDIR"] = tempfile.tempdir = RUN_FOLDER
     precompile()
 use_cpu()
-# What a shell starts in the background ignores Ctrl-C, and so would all that the tests start.
+# Background processes of a shell ignore Ctrl-C, and so would all that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Property tests draw the same examples in every run. By night `--hypothesis-profile fresh` draws
-# others; what they find becomes an explicit example beside the fix.
-_SLOW = [hypothesis.HealthCheck.too_slow]  # by the clock
+# Property tests use the same examples in every run. `--hypothesis-profile fresh`, run nightly, uses
+# new ones; a failure becomes an explicit example with its fix.
+_SLOW = [hypothesis.HealthCheck.too_slow]  # depends on the clock
 hypothesis.settings.register_profile(
     "same",
     max_examples=50,
@@ -76,8 +76,8 @@ hypothesis.settings.register_profile(
     "fresh", parent=hypothesis.settings.get_profile("same"), derandomize=False, print_blob=True
 )
 hypothesis.settings.load_profile("same")
-# It also draws constants that stand in the modules that happen to be loaded, which depend on the
-# tests before.
+# It also uses constants from currently loaded modules, which depend on
+# earlier tests.
 providers.is_local_module_file = lambda _: False
 
 
@@ -90,7 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Passes over files that a command leaves out as a whole, before they are imported."""
+    """Skips files whose tests a command deselects entirely, before importing them."""
     if collection_path.suffix != ".py":
         return None
     whole = re.search(r"^pytestmark = pytest\.mark\.(\w+)$", collection_path.read_text(), re.M)
@@ -99,7 +99,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deals long files out first, or shuffles."""
+    """Orders long files first, or shuffles."""
     if seed := config.getoption("--shuffle"):
         drawn = random.Random(seed)
         files = {path: drawn.random() for path in sorted({item.path for item in items})}
@@ -109,8 +109,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def seed() -> None:
-    """Makes unseeded draws the same in every run: MLX's generator starts from the clock."""
-    import mlx.core as mx  # use_cpu comes first
+    """Makes unseeded random numbers reproducible: MLX's generator starts from the clock."""
+    import mlx.core as mx  # after use_cpu
 
     random.seed(0)
     np.random.seed(0)

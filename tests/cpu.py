@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes first in a process that tests: MLX on the CPU, at full precision."""
+"""Sets MLX to the CPU at full precision in a test process."""
 
 import os
 
 
 def use_cpu() -> None:
-    """MLX's CPU device with a fast BLAS, on a Mac too; call it before anything imports MLX.
+    """Selects MLX's CPU device with a fast BLAS, on a Mac too; call it before MLX is imported.
 
-    The processes that this one starts inherit it. With VLLM_METAL_DEVICE=metal the device stays as
-    MLX chose it.
+    Child processes inherit it. With VLLM_METAL_DEVICE=metal the device stays
+    MLX's choice.
     """
     os.environ.setdefault("VLLM_METAL_DEVICE", "cpu")
-    # The GPUs of M5 and later multiply float32 as TF32 otherwise, ten bits instead of 23, and MLX
+    # Otherwise GPUs of M5 and later multiply float32 as TF32, with ten bits instead of 23. MLX
     # reads the variable once (ml-explore/mlx#3860).
     os.environ["MLX_ENABLE_TF32"] = "0"
     if os.environ["VLLM_METAL_DEVICE"] == "cpu":
@@ -20,4 +20,4 @@ def use_cpu() -> None:
         blas.load()
         import mlx.core as mx
 
-        mx.set_default_device(mx.cpu)  # on a Mac it is the GPU
+        mx.set_default_device(mx.cpu)  # the default on a Mac is the GPU

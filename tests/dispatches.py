@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the dispatches of a decode step on a GPU, and writes the table of benchmarks/README.md.
+"""Counts a decode step's GPU dispatches, and writes the table of benchmarks/README.md.
 
     PYTHONPATH=$PWD:$PWD/tests .venv/bin/python -m tests.dispatches
 
-Nothing runs: the graph of a step is recorded, where each of our kernels and each function that MLX
-has compiled is one operation, as are MLX's own of mlx.core.fast. Of the operations
+Nothing runs: the step's graph is recorded. Each of our kernels is one operation, and so is each
+function that MLX has compiled or provides in mlx.core.fast. Counting rules:
 
-- views are none: reshapes, transpositions, slices, broadcasts;
-- a concatenation is one for each part;
-- a rotation of a part of each head is two: MLX copies, then rotates in the copy;
-- neighboring elementwise operations are one, as MLX's compiler joins them;
-- a row of one of our kernels that is a slice of something is one more: MLX copies it first;
-- any other is one.
+- views count as none: reshapes, transpositions, slices, broadcasts;
+- a concatenation counts as one per part;
+- a rotation of a part of each head counts as two: MLX copies, then rotates in the copy;
+- adjacent elementwise operations count as one, as MLX's compiler joins them;
+- an input of one of our kernels that is a slice of longer rows adds one: MLX copies it first;
+- any other operation counts as one.
 
-The shapes of the models are small: a count depends on none.
+The models have small shapes, which do not affect the count.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _STATES = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
 }
 _YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
-#: Of each family what its layers depend on.
+#: Layer-relevant settings of each family.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3_5": _STATES,
@@ -115,21 +115,21 @@ class Count:
     """Dispatches of a step."""
 
     step: int
-    layer: float  # the mean of layers; what is around them is left out
+    layer: float  # mean per layer; without what surrounds the layers
 
     @property
     def buffers(self) -> int:
-        """Command buffers of MLX's own size, of a step that no pace ends any of."""
+        """Command buffers of MLX's default size, in a step without pacing."""
         return math.ceil(self.step / MOST_DISPATCHES)
 
 
 @functools.cache
 def count(family: str, rotates: bool = True) -> Count:
-    """Of a decode step of 32 layers.
+    """Counts a decode step of 32 layers.
 
     Args:
-        family: of FAMILIES.
-        rotates: whether writes rotate; else MLX does, as before there was that.
+        family: a key of FAMILIES.
+        rotates: whether writes rotate; otherwise MLX does, as in earlier versions.
     """
     few, many = (dispatches(graph_of(family, layers, rotates)) for layers in (4, 8))
     layer = (many - few) / 4
@@ -137,7 +137,7 @@ def count(family: str, rotates: bool = True) -> Count:
 
 
 def dispatches(graph: Graph) -> int:
-    """Of a recorded graph, see above."""
+    """Counts the dispatches of a recorded graph, see above."""
     made_by = {name: operation for operation in graph.operations for name in operation.outputs}
     total, chains = 0, _Chains()
     for operation in graph.operations:
@@ -150,9 +150,9 @@ def dispatches(graph: Graph) -> int:
 
 
 class _Chains:
-    """Elementwise operations; those that read each other, and nothing that waits for them, are one.
+    """Groups elementwise operations that read each other, directly, into one dispatch.
 
-    An operation's stage is how many others, which are not elementwise, come before it in a row.
+    An operation's stage is the length of the longest chain of non-elementwise operations before it.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class _Chains:
         self._begun = 0
 
     def passes(self, operation: Operation) -> None:
-        """Takes an operation; they come after those that they read."""
+        """Adds an operation; operations come after those that they read."""
         stage = max((self._stage_of.get(name, 0) for name in operation.inputs), default=0)
         if operation.kind in _ELEMENTWISE:
             self._add(operation, stage)
@@ -187,14 +187,14 @@ class _Chains:
 
 
 def _rows_of(operation: Operation) -> Iterable[str]:
-    """What one of our kernels reads: each array twice, see `record`."""
+    """Returns the inputs of one of our kernels, each twice, see `record`."""
     half = len(operation.inputs) // 2
     is_kernel = operation.opaque and operation.inputs[:half] == operation.inputs[half:]
     return dict.fromkeys(operation.inputs) if is_kernel else ()
 
 
 def _is_copied(name: str, made_by: dict[str, Operation], graph: Graph) -> bool:
-    """Whether it is a view of some elements of longer rows."""
+    """Returns whether an array is a view of some elements of longer rows."""
     while (operation := made_by.get(name)) is not None and operation.kind in _VIEWS:
         if not operation.inputs:
             return False
@@ -207,7 +207,7 @@ def _is_copied(name: str, made_by: dict[str, Operation], graph: Graph) -> bool:
 
 
 def make_model(family: str, num_layers: int) -> Any:
-    """A small model of mlx-lm's."""
+    """Makes a small mlx-lm model."""
     seam.install()
     module = importlib.import_module(f"mlx_lm.models.{family}")
     registry.install()
@@ -218,7 +218,7 @@ def make_model(family: str, num_layers: int) -> Any:
 
 
 def graph_of(family: str, num_layers: int, rotates: bool = True) -> Graph:
-    """A decode step's."""
+    """Records the graph of a decode step."""
     model = make_model(family, num_layers)
     model.set_dtype(mx.float16)
     layers = attention_layers(model, family)
@@ -245,7 +245,7 @@ def graph_of(family: str, num_layers: int, rotates: bool = True) -> Graph:
 
 
 def _in_parts(rope: Any) -> Any:
-    """MLX's rotation, which copies first where heads are rotated in part."""
+    """Emulates MLX's rotation, which copies partially rotated heads first."""
 
     def rotate(x: mx.array, dims: int, **options: Any) -> mx.array:
         copied = rope(x, dims, **options) if dims < x.shape[-1] else x
@@ -255,7 +255,7 @@ def _in_parts(rope: Any) -> Any:
 
 
 def _decodes() -> tuple[Rows, BlockTables]:
-    """One row each of requests of some length."""
+    """Returns one row for each of several requests."""
     rows = np.arange(_REQUESTS, dtype=np.int32)
     positions = np.full(_REQUESTS, _CONTEXT, np.int32)
     width = _CONTEXT // _BLOCK + 1
@@ -275,7 +275,7 @@ def _decodes() -> tuple[Rows, BlockTables]:
 
 
 def table() -> str:
-    """Of all families."""
+    """Formats the counts of all families."""
     lines = [HEAD, _ALIGNED]
     for family in FAMILIES:
         for rotates, how in ((False, "by MLX"), (True, "by `kv_write`")):
@@ -286,7 +286,7 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the table as it is now."""
+    """Returns the page with an updated table."""
     start = page.index(HEAD)
     end = page.index("\n\n", start)
     return page[:start] + table() + page[end:]

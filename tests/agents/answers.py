@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server's stream says, of each of the three interfaces that agents speak."""
+"""Parses the event streams of the three APIs that agents use."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-#: Tokens of a prompt are in three parts in the Messages interface.
+#: The Messages API reports prompt tokens in three parts.
 _MESSAGES_PROMPT = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer.
+    """A parsed answer.
 
     Attributes:
-        text: what it says.
+        text: its text.
         calls: name and arguments of each tool call, in order.
-        prompt, cached: tokens of the prompt, and those of them that the prefix cache had; None: the
-            stream does not say.
+        prompt, cached: prompt tokens, and those found in the prefix cache; None: not
+            reported.
     """
 
     text: str
@@ -28,21 +28,21 @@ class Answer:
 
     @property
     def share(self) -> float | None:
-        """Cached part of the prompt, 0 to 1."""
+        """Cached share of the prompt, 0 to 1."""
         if self.prompt is None or self.cached is None:
             return None
         return self.cached / self.prompt
 
 
 def read(path: str, stream: str) -> Answer:
-    """The answer of a stream of events.
+    """Parses the answer in an event stream.
 
     Args:
-        path: of the request, which says what interface it is.
-        stream: all of it.
+        path: path of the request, which determines the API.
+        stream: the whole stream.
 
     Raises:
-        KeyError: nobody knows the path.
+        KeyError: the path is unknown.
     """
     readers = {
         "/v1/chat/completions": _chat,
@@ -108,7 +108,7 @@ def _messages(events: list[dict[str, Any]]) -> Answer:
 
 
 def _called(calls: dict[int, Any]) -> tuple[tuple[str, Any], ...]:
-    """Names and arguments in order; arguments that are no JSON as their text."""
+    """Returns names and arguments in order; arguments that are not JSON stay text."""
     return tuple((name, _arguments(text)) for _, (name, text) in sorted(calls.items()))
 
 

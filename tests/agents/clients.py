@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The live clients: their pinned packages, and how each is started unattended on loopback."""
+"""The live clients: pinned packages, and commands to run each unattended on loopback."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,11 +10,11 @@ from vllm_metal.cli.launch import clients as launch
 from vllm_metal.cli.local_server import Endpoint
 
 MODEL, CONTEXT = "script", 131072
-#: The folder that `python -m agents.install FOLDER` filled.
+#: Folder filled by `python -m agents.install FOLDER`.
 FOLDER_VARIABLE = "VLLM_METAL_AGENTS"
-_PROMPT = "{prompt}"  # where it stands among a client's arguments
-NODE = "node@26.10.0"  # pi and Claude Code want 22 or newer
-#: What each start is: command line, and variables, of (server's address, home, prompt).
+_PROMPT = "{prompt}"  # placeholder among a client's arguments
+NODE = "node@26.10.0"  # pi and Claude Code require 22 or newer
+#: Returns a start's command line and variables for (server address, home, prompt).
 Start = Callable[[str, Path, str], tuple[Sequence[str], Mapping[str, str]]]
 
 
@@ -24,11 +24,11 @@ class Client:
 
     Attributes:
         name: its command.
-        package: where it comes from, in npm's index, or in Python's where `python`.
-        version: the one that is tried.
-        interface: which of the server's it speaks.
-        start: how it is asked one thing.
-        python: whether it is a Python package, in a virtual environment of its own.
+        package: its package on npm, or on PyPI if `python`.
+        version: the tested version.
+        interface: the server API that it uses.
+        start: command to ask it one thing.
+        python: whether it is a Python package, in its own virtual environment.
     """
 
     name: str
@@ -39,18 +39,18 @@ class Client:
     python: bool = False
 
     def bin(self, folder: Path) -> Path:
-        """Where its command is in an installation."""
+        """Returns the path of its command in an installation."""
         return folder / (f"{self.name}/bin" if self.python else "npm/node_modules/.bin")
 
 
 def installed() -> Path | None:
-    """The folder of the installation, if there is one."""
+    """Returns the installation folder, or None."""
     folder = os.environ.get(FOLDER_VARIABLE)
     return Path(folder) if folder else None
 
 
 def _launched(name: str, arguments: Sequence[str], settings: Mapping[str, str]) -> Start:
-    """As `vllm-metal launch` starts a client; the rest is what has it ask nobody."""
+    """Starts a client as `vllm-metal launch` does; other settings disable all other connections."""
 
     def start(url: str, home: Path, prompt: str) -> tuple[Sequence[str], Mapping[str, str]]:
         told = launch.CLIENTS[name].start(Endpoint(url, MODEL, "none", CONTEXT), home)
@@ -104,7 +104,7 @@ CLIENTS = {
     )
 }
 
-#: What a server of a script checkpoint is started with. It chooses the parser of tool calls itself.
+#: Options of a server of a script checkpoint. It selects the tool call parser itself.
 SERVER_OPTIONS = (
     *("--served-model-name", MODEL),
     *("--max-model-len", str(CONTEXT)),

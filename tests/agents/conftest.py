@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server of the script checkpoint, which recordings and loops of the libraries share."""
+"""A server of the script checkpoint, shared by recordings and library loops."""
 
 import pytest
 import scripted

@@ -13,10 +13,10 @@ from agents.clients import CLIENTS, NODE
 
 
 def install(folder: Path) -> None:
-    """Fills `folder`.
+    """Installs the clients into `folder`.
 
     Raises:
-        subprocess.CalledProcessError: npm or pip failed, and has said why.
+        subprocess.CalledProcessError: npm or pip failed and has printed the reason.
     """
     npm = folder / "npm"
     npm.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def install(folder: Path) -> None:
     for command in (
         ["npm", "init", "-y"],
         ["npm", "install", "--no-fund", "--no-audit", *packages],
-        ["npm", "install-scripts", "approve", "--all"],  # newer npm runs none unasked
+        ["npm", "install-scripts", "approve", "--all"],  # newer npm runs none by default
         ["npm", "rebuild"],
     ):
         subprocess.run(command, cwd=npm, check=command[1] != "install-scripts")

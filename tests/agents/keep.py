@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts what live clients left into the tree: `python -m agents.keep FOLDER`, from `tests/`."""
+"""Copies results of live clients into the tree: `python -m agents.keep FOLDER`, from `tests/`."""
 
 import shutil
 import sys
@@ -9,7 +9,7 @@ from agents import page, recordings, results
 
 
 def keep(folder: Path) -> None:
-    """Copies results and recordings of an installation, and writes the table of docs/agents.md."""
+    """Copies an installation's results and recordings, and updates the table of docs/agents.md."""
     shutil.copy(folder / "results.json", results.FILE)
     for path in (folder / "recordings").iterdir():
         shutil.copy(path, recordings.FOLDER)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A live client at work in a folder, before a recording proxy."""
+"""Runs a live client in a folder, through a recording proxy."""
 
 import os
 import subprocess
@@ -15,12 +15,12 @@ _TIMEOUT_S = 400.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """A client that ended.
+    """The result of a client's run.
 
     Attributes:
-        status: its exit status; None: it was stopped after `_TIMEOUT_S`.
-        printed: what it printed.
-        files: text by name of the files in its folder.
+        status: exit status; None: stopped after `_TIMEOUT_S`.
+        printed: its output.
+        files: texts of its folder's files by name.
     """
 
     status: int | None
@@ -29,7 +29,7 @@ class Outcome:
 
 
 def fill(folder: Path) -> None:
-    """Puts a task's files into a folder, and nothing else."""
+    """Fills a folder with exactly a task's files."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.is_file():
@@ -39,14 +39,14 @@ def fill(folder: Path) -> None:
 
 
 def run(client: Client, task: str, proxy: Proxy, installation: Path, folder: Path) -> Outcome:
-    """Has a client do a task, with a home of its own and nothing of the user's environment.
+    """Makes a client do a task, with its own home and nothing of the user's environment.
 
     Args:
-        client: which.
+        client: the client.
         task: of `agents.tasks`.
-        proxy: what it talks to.
-        installation: where the clients are.
-        folder: where it works.
+        proxy: the proxy it connects to.
+        installation: folder of the installed clients.
+        folder: its working directory.
     """
     home = folder.parent / f"home-{client.name}-{task}"
     home.mkdir(exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plainest agents there are: a loop around each library, and three tools."""
+"""Minimal agents: a loop around each client library, with three tools."""
 
 import json
 import subprocess
@@ -13,17 +13,17 @@ from agents.clients import MODEL
 
 _TEXT = {"type": "string"}
 _EDIT = {"type": "object", "properties": {"oldText": _TEXT, "newText": _TEXT}}
-#: Parameters of pi's tools, by their names.
+#: Parameters of pi's tools, by name.
 _TOOLS = {
     "read": {"path": _TEXT},
     "edit": {"path": _TEXT, "edits": {"type": "array", "items": _EDIT}},
     "bash": {"command": _TEXT},
 }
-_RULES = "You work in a folder and call tools. " * 200  # as long as a small agent's
+_RULES = "You work in a folder and call tools. " * 200  # as long as a small agent's prompt
 
 
 def call(name: str, arguments: Mapping[str, Any], folder: Path) -> str:
-    """Does what a tool call says, in `folder`; what the model is told of it."""
+    """Executes a tool call in `folder`; returns the result for the model."""
     if name == "read":
         return (folder / arguments["path"]).read_text()
     if name == "edit":
@@ -36,7 +36,7 @@ def call(name: str, arguments: Mapping[str, Any], folder: Path) -> str:
 
 
 def openai_loop(url: str, prompt: str, folder: Path) -> str:
-    """Chat Completions, streamed, until the model calls no tool; what it said last."""
+    """Runs streamed Chat Completions until the model calls no tool; returns its last text."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=2)
     functions = [
         {"name": name, "parameters": {"type": "object", "properties": properties}}
@@ -65,7 +65,7 @@ _KEPT = ("role", "content", "tool_calls")
 
 
 def anthropic_loop(url: str, prompt: str, folder: Path) -> str:
-    """Messages, streamed, until the model calls no tool; what it said last."""
+    """Runs streamed Messages until the model calls no tool; returns its last text."""
     client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=2)
     tools: Any = [
         {"name": name, "input_schema": {"type": "object", "properties": properties}}

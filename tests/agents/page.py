@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of clients in docs/agents.md: `python -m agents.page`, from `tests/`, writes it."""
+"""Writes the client table of docs/agents.md: `python -m agents.page`, from `tests/`."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +23,7 @@ _NUMBERS = 3  # the last columns
 
 
 def table() -> str:
-    """The table, of the kept results."""
+    """Formats the recorded results as a table."""
     rows = {name: _row(name, result) for name, result in load().items()}
     lines = ["---"] * (len(_COLUMNS) - _NUMBERS) + ["---:"] * _NUMBERS
     return "\n".join(
@@ -32,7 +32,7 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the table as it should be.
+    """Returns the page with an updated table.
 
     Raises:
         ValueError: the page has no markers.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proxy on loopback that keeps what a client asked, and can cut an answer midway."""
+"""A loopback proxy that records requests and can cut an answer midway."""
 
 import http.client
 import json
@@ -19,11 +19,11 @@ class Exchange:
     """A request and its answer.
 
     Attributes:
-        method: of HTTP.
-        path: with its query.
-        body: what JSON the request had; None: it had none.
-        status: of the answer.
-        answer: as much of its text as the client got.
+        method: HTTP method.
+        path: path and query.
+        body: the request's JSON; None: it had none.
+        status: status of the answer.
+        answer: the text that the client received.
         cut: whether the connection was cut.
     """
 
@@ -39,8 +39,8 @@ class Exchange:
 class Proxy:
     """A running proxy. `url` is its address, `upstream` the server's.
 
-    Set `cut` to have it hang up once, in the middle of the next stream that answers a request whose
-    body `cut` holds for.
+    Set `cut` to hang up once, in the middle of the next stream that answers a request for whose
+    body `cut` returns true.
     """
 
     url: str
@@ -51,7 +51,7 @@ class Proxy:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def cuts(self, body: Any) -> bool:
-        """Whether the stream that answers `body` is the one to cut; true once."""
+        """Returns whether to cut the stream that answers `body`; true only once."""
         with self._changed:
             chosen = self.cut is not None and self.cut(body)
             if chosen:
@@ -59,14 +59,14 @@ class Proxy:
             return chosen
 
     def exchanges(self) -> list[Exchange]:
-        """What it saw, the first to end first; a client may leave before an answer's last byte."""
+        """Recorded exchanges in order of completion; a client may leave before the last byte."""
         with self._changed:
             assert self._changed.wait_for(lambda: not self._under_way, timeout=60)
             return list(self._seen)
 
     @contextmanager
     def keeping(self) -> Iterator[list[Exchange]]:
-        """Surrounds an exchange, which is put into the list."""
+        """Records an exchange in the list."""
         with self._changed:
             self._under_way += 1
         kept: list[Exchange] = []
@@ -81,7 +81,7 @@ class Proxy:
 
 @contextmanager
 def proxied(upstream: str) -> Iterator[Proxy]:
-    """A proxy before the server at `upstream`, until the block ends."""
+    """Runs a proxy in front of the server at `upstream` until the block ends."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     server.proxy = Proxy(f"http://127.0.0.1:{server.server_port}", upstream)  # type: ignore
@@ -97,12 +97,12 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def handle(self) -> None:
-        """Serves a connection until either side ends it; a client that resets it has ended it."""
+        """Serves a connection until either side ends it; a client's reset counts as its end."""
         with suppress(ConnectionError):
             super().handle()
 
     def log_message(self, *_: object) -> None:
-        """Logs nothing."""
+        """Discards log messages."""
 
     def _pass_on(self) -> None:
         proxy: Proxy = self.server.proxy  # type: ignore
@@ -137,7 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     def _answer(self, reply: http.client.HTTPResponse, cut: bool) -> tuple[bytes, bool]:
-        """Passes the answer on in chunks, or the first of them; and whether the rest is missing."""
+        """Forwards the answer's chunks, or only the first; returns whether the rest is missing."""
         self.send_response(reply.status)
         for name, value in reply.headers.items():
             if name.lower() not in _HOP:

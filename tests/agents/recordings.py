@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients asked, kept without their prose, without machines' names and without identities.
+"""Stores clients' requests without their prose, machine names and identities.
 
-What a server trips over is the shape: fields, roles, kinds of parts, tools with their schemas, ids,
-the order of messages. Prose (instructions, descriptions) is the clients' own and becomes words of
-the same length. Alike texts become alike words, so that prefixes are shared as they were.
+Servers depend on the shape: fields, roles, kinds of parts, tools with their schemas, ids,
+message order. Prose (instructions, descriptions) belongs to the clients and is replaced by words of
+the same length. Equal texts become equal words, so that shared prefixes are preserved.
 """
 
 import hashlib
@@ -17,27 +17,27 @@ from agents.proxy import Exchange
 from agents.tasks import TITLE_MARKER
 
 FOLDER = Path(__file__).parent / "recordings"
-#: The folder that a client works in, as recordings have it.
+#: Stands for the client's working directory.
 PROJECT = "/home/user/project"
-_LONGEST = 80  # characters of a text that is kept as it is
-#: Texts of the script and of the task's files and commands: kept, however long.
+_LONGEST = 80  # longer texts are replaced
+#: Texts of the script and of the task's files and commands, kept at any length.
 _OURS = ("arguments", "input", "output", "command", "file_path", "filePath", "path", "cmd")
 _PROSE = ("description", "$comment", "title", "user_id", "x-codex-turn-metadata")
 _WORDS = ("the", "of", "and", "to", "in", "is", "it", "for", "with", "that", "from", "not", "can")
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_CHUNK = re.compile(r"Chunk ID: [0-9a-f]+")  # of Codex's commands
+_CHUNK = re.compile(r"Chunk ID: [0-9a-f]+")  # in Codex's commands
 _TASK = re.compile(r"\[[a-z]+ [a-z]+\]")
 _NO_UUID = "00000000-0000-4000-8000-000000000000"
 
 
 def save(folder: Path, client: str, exchanges: list[Exchange], project: str) -> None:
-    """Writes a client's requests that had a body, oldest first.
+    """Writes a client's requests that have a body, oldest first.
 
     Args:
-        folder: where to.
+        folder: target folder.
         client: its name.
-        exchanges: of a whole task.
-        project: the folder in which the client worked, which becomes `PROJECT`.
+        exchanges: exchanges of a whole task.
+        project: the client's working directory, which becomes `PROJECT`.
     """
     asked = [[e.path, e.body] for e in exchanges if e.body is not None]
     text = json.dumps(_without_prose(asked)).replace(project, PROJECT)
@@ -47,7 +47,7 @@ def save(folder: Path, client: str, exchanges: list[Exchange], project: str) -> 
 
 
 def load(client: str) -> list[tuple[str, dict[str, Any]]]:
-    """Path and body of each of a client's requests, oldest first."""
+    """Returns path and body of each of a client's requests, oldest first."""
     path = FOLDER / f"{client}.json.xz"
     return [(path, body) for path, body in json.loads(lzma.decompress(path.read_bytes()))]
 
@@ -65,7 +65,7 @@ def _without_prose(value: Any, key: str = "") -> Any:
 
 
 def _words(text: str) -> str:
-    """Words as long as `text` together; what chooses a script stays in front."""
+    """Replaces `text` by words of the same total length; keeps a script marker at its start."""
     kept = [*_TASK.findall(text), *([TITLE_MARKER] if TITLE_MARKER in text else [])]
     words, seed = kept, hashlib.sha256(text.encode()).digest()
     size = sum(map(len, kept))

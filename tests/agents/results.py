@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each client did when it was last tried, kept for docs/agents.md."""
+"""Stores the results of each client's last test, for docs/agents.md."""
 
 import json
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ class Result:
     """A client's row.
 
     Attributes:
-        version: of the client.
-        did: the tasks that ended as their scripts say, of `edit`, `cut`, `broken` and `steps`.
-        turns: how many answers the longest conversation had.
-        first, last: tokens of its first and of its last prompt.
-        least: the least cached share from its second turn on, 0 to 1.
+        version: tested version.
+        did: tasks that ended as scripted, among `edit`, `cut`, `broken` and `steps`.
+        turns: answers in the longest conversation.
+        first, last: tokens of its first and last prompt.
+        least: lowest cached share from its second turn on, 0 to 1.
     """
 
     version: str
@@ -33,14 +33,14 @@ class Result:
 
 
 def note(file: Path, client: str, version: str, task: str, answers: Sequence[Answer] = ()) -> None:
-    """Adds to a file that a client did a task.
+    """Records in a file that a client completed a task.
 
     Args:
-        file: of results; made if there is none.
+        file: results file; created if missing.
         client: its name.
         version: its version.
-        task: what it did.
-        answers: of the conversation, if its cached share is to be kept.
+        task: the completed task.
+        answers: the conversation, if its cached share is to be recorded.
     """
     results = load(file) if file.exists() else {}
     result = results.setdefault(client, Result(version))
@@ -57,15 +57,15 @@ def note(file: Path, client: str, version: str, task: str, answers: Sequence[Ans
 
 
 def load(file: Path = FILE) -> dict[str, Result]:
-    """The results of a file, by client."""
+    """Returns the results in a file, by client."""
     return {name: Result(**each) for name, each in json.loads(file.read_text()).items()}
 
 
 def shares_of(answers: Sequence[Answer]) -> list[float]:
-    """Cached shares from the second turn of a conversation on; titles are another conversation.
+    """Returns cached shares from a conversation's second turn on; title requests do not count.
 
     Raises:
-        ValueError: an answer does not say.
+        ValueError: an answer has no cached count.
     """
     turns = [answer for answer in answers if answer.text != TITLE][1:]
     shares = [answer.share for answer in turns]

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each client is to do, as scripts that call its own tools with its own arguments."""
+"""The clients' tasks, as scripts that call each client's own tools with its own arguments."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from scripted import Call, Script, Turn
 
-#: What lies in the folder at first, and what `notes.txt` says when the task is done.
+#: Initial files of the folder, and the final content of `notes.txt`.
 FILES = {"notes.txt": "alpha\ngamma\n", "other.txt": "delta\n"}
 EDITED = "beta\ngamma\n"
-#: What the command of the task prints, of `EDITED`.
+#: Output of the task's command for `EDITED`.
 PRINTED = "notes.txt has 2 lines"
 STEPS = 19
-#: How much of a prompt is to be found in the prefix cache from the second turn on.
+#: Minimum cached share of a prompt from the second turn on.
 ENOUGH = 0.9
 DONE, ALL_STEPS = "The file says beta now.", "All steps are done."
-#: How opencode asks for a title of the conversation.
+#: opencode's request for a title of the conversation.
 TITLE_MARKER, TITLE = "You are a title generator.", "A word is changed"
 
-#: Libraries, in loops of our own that have pi's tools.
+#: Client libraries, in our own loops with pi's tools.
 SDKS = ("openai", "anthropic")
 
 _PATCH = """apply_patch <<'EOF'
@@ -35,12 +35,12 @@ _BLOCK = "notes.txt\n```\n<<<<<<< SEARCH\nalpha\n=======\nbeta\n>>>>>>> REPLACE\
 
 @dataclass(frozen=True)
 class Tools:
-    """Calls of one client: to read a file, to replace a word in it, and to run a command.
+    """Makes calls of one client's tools: read a file, replace a word in it, run a command.
 
     Attributes:
-        read: of a path.
-        edit: of a path, the old word and the new one.
-        run: of a command line.
+        read: takes a path.
+        edit: takes a path, the old word and the new one.
+        run: takes a command line.
     """
 
     read: Callable[[str], Call]
@@ -49,7 +49,7 @@ class Tools:
 
 
 def tools(folder: str) -> dict[str, Tools]:
-    """The tools of each client that works in `folder`, an absolute path."""
+    """Returns the tools of each client that works in `folder`, an absolute path."""
     return {
         "claude": Tools(
             lambda path: Call("Read", {"file_path": f"{folder}/{path}"}),
@@ -83,12 +83,12 @@ def tools(folder: str) -> dict[str, Tools]:
 
 
 def marker(client: str, task: str) -> str:
-    """What a prompt says to have a client's script of a task: `edit`, `steps` or `broken`."""
+    """Returns the prompt text that selects a client's script: `edit`, `steps` or `broken`."""
     return f"[{client} {task}]"
 
 
 def scripts(folder: str) -> list[Script]:
-    """All scripts, of clients that work in `folder`."""
+    """Returns all scripts, for clients that work in `folder`."""
     made = [Script((Turn(TITLE),), TITLE_MARKER)]
     for client, its in tools(folder).items():
         made += [
@@ -117,7 +117,7 @@ def edit_turns(its: Tools) -> tuple[Turn, ...]:
 
 
 def steps_turns(its: Tools) -> tuple[Turn, ...]:
-    """One command a turn, and an end: 20 turns."""
+    """Runs one command per turn, then ends: 20 turns."""
     steps = (
         Turn(f"Step {step}.", (its.run(f"echo step {step} >> steps.txt"),))
         for step in range(1, STEPS + 1)
@@ -126,7 +126,7 @@ def steps_turns(its: Tools) -> tuple[Turn, ...]:
 
 
 def broken_turns(its: Tools) -> tuple[Turn, ...]:
-    """A call whose arguments are no JSON, then a right one, and an end."""
+    """Makes a call with invalid JSON arguments, then a valid one, and ends."""
     call = its.run("echo right > right.txt")
     broken = Call(call.name, '{"command": "echo')
     return Turn(calls=(broken,)), Turn("Again.", (call,)), Turn(DONE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks import each other by name, and so do their tests; a server that answers them."""
+"""Makes benchmarks importable, and provides a server for them."""
 
 import http.server
 import sys
@@ -17,7 +17,7 @@ from _server import Server
 
 @pytest.fixture
 def serving(tmp_path: Path) -> Callable[[type[http.server.BaseHTTPRequestHandler]], object]:
-    """Serves by a handler on a free port of the loopback, within a `with` block."""
+    """Serves with a handler on a free loopback port, within a `with` block."""
 
     @contextmanager
     def serve(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[Server]:

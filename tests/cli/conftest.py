@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Undoes what the `vllm-metal` command sets for the process that it expects to own."""
+"""Undoes the `vllm-metal` command's changes to the process that it expects to own."""
 
 import logging
 import os
@@ -19,6 +19,6 @@ def restored_process(monkeypatch):
         monkeypatch.setenv(name, "")  # so that its absence is restored
         monkeypatch.delenv(name)
     yield
-    logger.handlers[:] = of_logs  # an engine's start replaces them by ones of a test's stdout
+    logger.handlers[:] = of_logs  # an engine's start replaces them by handlers for a test's stdout
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A package in vLLM's place, for the server that a command starts."""
+"""A fake vLLM package for servers that a command starts."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 def write_vllm(folder: Path, main: str) -> None:
-    """Writes it where processes with the folder in PYTHONPATH find it first.
+    """Writes the package so that processes with the folder in PYTHONPATH find it first.
 
     Args:
-        folder: for the package.
-        main: source of the module of vLLM's command, with its `main`.
+        folder: parent folder of the package.
+        main: source of vLLM's command module, with its `main`.
     """
     entrypoints = folder / "vllm" / "entrypoints"
     for module, text in (("cli/main", main), ("launchers/launcher", "")):

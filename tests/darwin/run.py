@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs programs of this interpreter under the Darwin double (see `double/darwin_double`).
+"""Runs Python programs under the Darwin double (see `double/darwin_double`).
 
     python tests/darwin/run.py -m pytest tests/settings/test_envs.py
 
@@ -21,22 +21,22 @@ import pytest
 from metal_kernels.cache import cache_dir
 
 DOUBLE = Path(__file__).parent / "double"
-#: Begins the line of a process that the double ended as macOS would have.
+#: Prefix of the line of a process that the double ended as macOS would have.
 CRASH = "darwin double: macOS would end this process:"
-#: What this process was told that a user's would not be.
+#: This process's variables that a user's environment would lack.
 _NOT_A_USERS = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_WORKER_MULTIPROC_METHOD",
     "VLLM_LOGGING_LEVEL",
     "PYTHONDONTWRITEBYTECODE",
-    "OMP_NUM_THREADS",  # of vLLM's own choice, unless a user makes one
+    "OMP_NUM_THREADS",  # chosen by vLLM itself, unless a user sets it
 )
-#: A Mac's temporary folder has a name of 49 characters: /var/folders/…/T/.
+#: A Mac's temporary folder has a path of 49 characters: /var/folders/…/T/.
 _TMPDIR_LENGTH = 48
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment as a user of a Mac has it, and `variables`."""
+    """Returns this process's environment as on a user's Mac, plus `variables`."""
     path = os.pathsep.join(filter(None, (str(DOUBLE), os.environ.get("PYTHONPATH"))))
     kept = {key: value for key, value in os.environ.items() if key not in _NOT_A_USERS}
     settings = {
@@ -45,8 +45,8 @@ def environment(**variables: str) -> dict[str, str]:
         "VLLM_METAL_DEVICE": "cpu",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_METAL_CACHE": str(cache_dir()),  # models converted before serve here, too
-        # OpenMP as vllm_metal.device.blas sets it on Linux, and for its reason.
+        "VLLM_METAL_CACHE": str(cache_dir()),  # shares models converted earlier
+        # OpenMP settings as in vllm_metal.device.blas on Linux, for the same reason.
         "OMP_WAIT_POLICY": "PASSIVE",
         "GOMP_SPINCOUNT": "20000",
     }
@@ -56,15 +56,15 @@ def environment(**variables: str) -> dict[str, str]:
 def run(
     arguments: Sequence[str | Path], timeout: float = 120, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python *arguments` under the double to its end; stdout and stderr apart, as text.
+    """Runs `python *arguments` under the double; returns stdout and stderr separately, as text.
 
     Args:
-        arguments: of this interpreter: a script, or "-c" and code, or "-m" and a module.
+        arguments: arguments of the interpreter: a script, or "-c" and code, or "-m" and a module.
         timeout: seconds.
-        variables: of the environment, on top of `environment()`.
+        variables: environment variables on top of `environment()`.
 
     Raises:
-        subprocess.TimeoutExpired: it did not end; all it started is gone.
+        subprocess.TimeoutExpired: it did not end; everything it started was killed.
     """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with start(arguments, out, err, **variables) as process:
@@ -77,15 +77,15 @@ def run(
 def start(
     arguments: Sequence[str | Path], stdout: IO[Any], stderr: IO[Any], **variables: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """As `run`, to be talked to while it runs; at the block's end all it started is killed.
+    """Like `run`, but yields the running process; kills everything it started at the block's end.
 
     Args:
-        arguments: of this interpreter.
-        stdout: an open file for what it prints.
+        arguments: arguments of the interpreter.
+        stdout: an open file for its output.
         stderr: likewise.
-        variables: of the environment, on top of `environment()`.
+        variables: environment variables on top of `environment()`.
 
-    On a Mac, and under the double itself, it ends the test that asks for it as skipped.
+    On a Mac, and under the double itself, skips the test.
     """
     if sys.platform != "linux":
         pytest.skip("the double of a Mac runs on Linux only")
@@ -98,7 +98,7 @@ def start(
             stdout=stdout,
             stderr=stderr,
             env=environment(**({"TMPDIR": str(tmpdir)} | variables)),
-            start_new_session=True,  # so that all it starts can be killed as one group
+            start_new_session=True,  # so that the whole group can be killed
         )
         try:
             yield process

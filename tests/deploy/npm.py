@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schemas that others publish as packages of npm's registry."""
+"""Installs schemas published as npm packages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 
 def install(folder: Path, *packages: str) -> None:
-    """Puts packages into a folder's `node_modules`; skips the test where they are not to be had.
+    """Installs packages into a folder's `node_modules`; skips the test if they are unavailable.
 
     Args:
-        folder: of the test's own.
+        folder: folder of the test.
         packages: name@version.
     """
     npm = shutil.which("npm")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nginx with the shipped configuration, on a free loopback port, before doubles of servers."""
+"""Runs nginx with the shipped configuration on a free loopback port, in front of fake servers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from e2e.server import free_port
 PROGRAM = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 CONFIGURATION = DEPLOY / "nginx" / "vllm-metal.conf"
 _LISTEN, _SERVER = "listen 127.0.0.1:8080;", "server 127.0.0.1:8000 max_fails=2 fail_timeout=10s;"
-#: Around the shipped file: what Debian's nginx.conf has around those of conf.d.
+#: The context of the shipped file, as in Debian's nginx.conf.
 _MAIN = """
 daemon off;
 pid {folder}/pid;
@@ -41,16 +41,16 @@ EVENTS = (b"data: one\n\n", b"data: two\n\n", b"data: [DONE]\n\n")
 
 
 class Double(ThreadingHTTPServer):
-    """Answers as a server does; a stream stops after its first event until `go_on` is set."""
+    """A fake server; a stream stops after its first event until `go_on` is set."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.seen: list[tuple[str, str]] = []  # path and key of each request
-        self.draining = False  # whether it takes no more requests
-        self.dying = False  # whether it ends amid a request
-        self.chunked = True  # how it tells where a stream ends: by chunks, or by hanging up
+        self.draining = False  # whether it rejects new requests
+        self.dying = False  # whether it ends during a request
+        self.chunked = True  # whether streams are chunked, or end by hanging up
         self.go_on = threading.Event()
 
     @property
@@ -60,7 +60,7 @@ class Double(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # else a body waits for its headers' acknowledgement
+    disable_nagle_algorithm = True  # otherwise a body waits for the acknowledgement of its headers
     server: Double
 
     def do_GET(self) -> None:
@@ -108,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def double() -> Iterator[Double]:
-    """Runs one until the block ends."""
+    """Runs a fake server until the block ends."""
     with Double() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -124,12 +124,12 @@ def double() -> Iterator[Double]:
 def nginx(
     servers: Sequence[str], folder: Path, changes: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[str]:
-    """Runs nginx until the block ends; gives its URL.
+    """Runs nginx until the block ends; yields its URL.
 
     Args:
-        servers: host and port of each that it stands before.
-        folder: for its files.
-        changes: texts of the shipped configuration, and what stands in their place.
+        servers: host and port of each server behind it.
+        folder: folder for its files.
+        changes: texts of the shipped configuration, and their replacements.
     """
     address = f"127.0.0.1:{free_port()}"
     text = _replaced(CONFIGURATION.read_text(), _LISTEN, f"listen {address};")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deploy/ has: its files, and the queries in them."""
+"""Reads the files of deploy/ and their queries."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DASHBOARD = DEPLOY / "grafana" / "dashboard.json"
 
 
 def groups(file: str) -> list[dict[str, Any]]:
-    """The groups of a file of RULES."""
+    """Returns the groups of a file of RULES."""
     return list(yaml.safe_load((DEPLOY / "prometheus" / file).read_text())["groups"])
 
 
 def rules(kind: str) -> list[dict[str, Any]]:
-    """All rules that have a key: "record" or "alert"."""
+    """Returns all rules with a key: "record" or "alert"."""
     all_groups = [group for file in RULES for group in groups(file)]
     return [rule for group in all_groups for rule in group["rules"] if kind in rule]
 
@@ -32,7 +32,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def panel_queries() -> Iterator[tuple[str, str]]:
-    """(title of the panel, query) of all panels, with Grafana's variables filled in."""
+    """Yields (panel title, query) of all panels, with Grafana's variables filled in."""
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", ()):
             query = target["expr"].replace("$instance", ".*").replace("$__rate_interval", "1m")
@@ -41,12 +41,12 @@ def panel_queries() -> Iterator[tuple[str, str]]:
 
 
 def metrics_of(query: str) -> list[str]:
-    """Names of metrics in a query, in their order."""
+    """Returns the metric names in a query, in order."""
     return re.findall(r"\b(?:vllm:|vllm_spec_|llm_)\w+|\bup\b", query)
 
 
 def write_logging(folder: Path, log: Path) -> Path:
-    """Writes the shipped configuration of logging, for another file of logs; returns its path."""
+    """Writes the shipped logging configuration for another log file; returns its path."""
     config = json.loads((DEPLOY / "logs" / "logging.json").read_text())
     config["handlers"]["file"]["filename"] = str(log)
     (folder / "logging.json").write_text(json.dumps(config))

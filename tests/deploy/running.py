@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Prometheus of this repository's rules, in a hurry, on a free loopback port."""
+"""Runs Prometheus with this repository's rules at short intervals, on a free loopback port."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from deploy.queries import DEPLOY, RULES, groups
 from e2e.server import free_port
 
 PROGRAM = shutil.which("prometheus")
-KEY = "metrics-key"  # the file for a key of /metrics
+KEY = "metrics-key"  # file for the key of /metrics
 
 
 @dataclass(frozen=True)
 class Prometheus:
-    """One that answers."""
+    """A running Prometheus."""
 
     url: str
 
     def ask(self, path: str, **arguments: str) -> Any:
-        """The data of an answer of its API."""
+        """Returns the data of an API answer."""
         query = urllib.parse.urlencode(arguments)
         with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=30) as reply:
             return json.load(reply)["data"]
 
     def values(self, query: str) -> list[float]:
-        """What a query finds now; none that is not a number."""
+        """Returns a query's current values, without NaN."""
         result = self.ask("query", query=query)["result"]
         found = [float(series["value"][1]) for series in result]
         return [value for value in found if not math.isnan(value)]
 
     def alerts(self) -> set[tuple[str, str]]:
-        """(name, state) of all alerts that are not inactive."""
+        """Returns (name, state) of all alerts that are not inactive."""
         alerts = self.ask("alerts")["alerts"]
         return {(alert["labels"]["alertname"], alert["state"]) for alert in alerts}
 
     def up(self) -> list[str]:
-        """States of all targets: "up", "down", "unknown"."""
+        """Returns the states of all targets: "up", "down", "unknown"."""
         return [target["health"] for target in self.ask("targets")["activeTargets"]]
 
 
@@ -56,13 +56,13 @@ class Prometheus:
 def prometheus(
     targets: Sequence[str], folder: Path, key: str = "", health: str = "up"
 ) -> Iterator[Prometheus]:
-    """Runs one until the block ends.
+    """Runs a Prometheus until the block ends.
 
     Args:
-        targets: host and port of servers to scrape, each second.
-        folder: for its files. Alerts wait for a second there, whatever their `for` is.
-        key: for /metrics, in the file that the configuration names; "": as it is shipped.
-        health: of all targets, which is waited for.
+        targets: host and port of servers to scrape every second.
+        folder: folder for its files. Alerts wait one second, whatever their `for` is.
+        key: key for /metrics, in the configured file; "": as shipped.
+        health: state of all targets to wait for.
     """
     for file in RULES:
         hurried = groups(file)
@@ -77,7 +77,7 @@ def prometheus(
         (folder / KEY).write_text(f"{key}\n")
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
-    del config["alerting"]  # nobody listens
+    del config["alerting"]  # there is no Alertmanager
     config["scrape_configs"][0]["static_configs"] = [{"targets": list(targets)}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
     assert PROGRAM is not None
@@ -107,7 +107,7 @@ def _wait_until(
         try:
             if (states := found.up()) and set(states) == {health}:
                 return
-        except OSError:  # it does not listen yet
+        except OSError:  # not listening yet
             pass
         time.sleep(0.25)
     raise AssertionError(log.read_text()[-3000:])

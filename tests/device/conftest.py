@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that behave as children of ours, or misbehave."""
+"""Processes that behave like our children, or misbehave."""
 
 import sys
 from collections.abc import Callable
@@ -12,7 +12,7 @@ Script = Callable[[str], tuple[str, ...]]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Makes a command of a Python text."""
+    """Returns a function that makes a command from Python code."""
 
     def make(text: str) -> tuple[str, ...]:
         path = tmp_path / f"script{len(list(tmp_path.iterdir()))}.py"

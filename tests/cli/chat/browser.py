@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real browser for tests of pages: Debian's Chromium, headless, driven by Playwright."""
+"""A real browser for page tests: Debian's Chromium, headless, driven by Playwright."""
 
 import shutil
 from collections.abc import Iterator
@@ -9,32 +9,32 @@ from importlib.resources import files
 import pytest
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
-#: How bad a fault that axe-core finds may be.
+#: Severities of axe-core's findings that fail a test.
 _SERIOUS = ("serious", "critical")
 
 
 @contextmanager
 def browser() -> Iterator[object]:
-    """A browser; skips where there is none."""
+    """Yields a browser; skips without one."""
     pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
     driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     path = next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
         pytest.skip("no Chromium is installed (apt-get install chromium)")
     with driver.sync_playwright() as running:
-        # A sandbox of its own is more than a root user of a container may make.
+        # a container's root user may not create a sandbox
         started = running.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield started
         started.close()
 
 
 class Watched:
-    """A page of its own profile, and what must not happen on it.
+    """A page with its own profile, and unwanted events on it.
 
     Attributes:
-        page: Playwright's.
-        errors: what was written to the console as an error or a warning, or raised.
-        outside: addresses that are not the page's own, which it asked for.
+        page: Playwright's page.
+        errors: console errors and warnings, and exceptions.
+        outside: requested addresses of other origins.
     """
 
     def __init__(self, started, address: str, width: int = 1280, height: int = 800, **options):
@@ -49,7 +49,7 @@ class Watched:
         self.page.goto(address)
 
     def faults(self) -> list[str]:
-        """What axe-core calls serious or critical of the page as it is."""
+        """Returns what axe-core finds serious or critical in the page's current state."""
         source = files("axe_playwright_python").joinpath("axe.min.js").read_text()
         self.page.evaluate(source)
         found = self.page.evaluate("axe.run()")["violations"]

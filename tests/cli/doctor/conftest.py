@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that behave as the doctor's own children, or misbehave."""
+"""Processes that behave like the doctor's children, or misbehave."""
 
 import importlib
 import sys
@@ -12,19 +12,19 @@ from vllm_metal.device.child import ChildResult, parse_message
 
 
 def ignore(stage: str) -> None:
-    """Progress that nobody reads."""
+    """Discards progress."""
 
 
 def ended(status: int | None = 0, lines: tuple[str, ...] = (), **reported: object) -> ChildResult:
-    """How a process ended that never was."""
+    """Returns the result of an imaginary process."""
     return ChildResult(status, seconds=1.0, lines=lines, reported=reported)
 
 
 @pytest.fixture
 def run_here(monkeypatch, capsys):
-    """In the place of `child.run`: has the main of a child run in this process.
+    """Replaces `child.run` by running the child's main in this process.
 
-    It has imported vLLM already, which is most of what such a process takes.
+    This process has already imported vLLM, which takes most of such a process's time.
     """
 
     def run(command, progress, environment=None, limits=None) -> ChildResult:

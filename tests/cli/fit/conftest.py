@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the models of the tests lie."""
+"""Provides the tests' models."""
 
 import pytest
 from cli.fit.models import write
@@ -7,7 +7,7 @@ from cli.fit.models import write
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Gives a model's folder by name, written once."""
+    """Returns a model's folder by name, written once."""
     written = {}
     root = tmp_path_factory.mktemp("models")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts leave of the pool of hybrids in 4 bits, by Mac: prints a table, as Markdown.
+"""Prints a Markdown table of the KV pool that drafts leave to 4-bit hybrids, by Mac.
 
-`python tests/cli/fit/hybrids.py` reads no weights and makes the sum that the engine makes, of
-steps of 256 rows and without a bound on the pool that nobody asked for.
+`python tests/cli/fit/hybrids.py` reads no weights. It estimates as the engine does, for
+steps of 256 tokens and without an explicit pool limit.
 """
 
 from dataclasses import replace
@@ -21,13 +21,13 @@ from vllm_metal.cli.fit.machine import Machine
 GIB = 2**30
 MACS = (32, 64, 128)  # GB
 DRAFTS = (0, 5)
-REQUESTS = (4, 32)  # at once, --max-num-seqs
+REQUESTS = (4, 32)  # concurrent, --max-num-seqs
 ROWS = 256  # --max-num-batched-tokens; 2,048 take no longer
 MODELS = (QWEN_27B, QWEN_80B, GRANITE)
 
 
 def estimated(known):
-    """With drafts, and as many requests as there may be."""
+    """Estimates with drafts, for the maximum number of requests."""
     with known.folder() as path:
         model = Model.read(path, known.config["model_type"], torch.bfloat16)
         config = engine.config(
@@ -45,7 +45,7 @@ def estimated(known):
 
 
 def on(memory, found, requests, drafts):
-    """The same on a Mac, for other settings."""
+    """Repeats the estimate on a Mac for other settings."""
     machine = Machine.mac(memory * GIB)
     measured = replace(found.measured, total=machine.total, cache=machine.cache)
     settings = replace(found.settings, max_num_seqs=requests, num_drafts=drafts, most=None)
@@ -53,13 +53,13 @@ def on(memory, found, requests, drafts):
 
 
 def cell(found):
-    """GiB of the pool, and of the states of a step."""
+    """Formats the GiB of the pool, and of a step's states."""
     states = -found.budget.as_json()["states"]
     return f"{max(found.pool, 0) / GIB:.2f} / {states / GIB:.2f}"
 
 
 def rows(known):
-    """Lines of the table."""
+    """Returns the table's rows."""
     found = estimated(known)
     name = f"{known.name} ({found.state_bytes / 2**20:.0f} MiB a state)"
     for requests in REQUESTS:

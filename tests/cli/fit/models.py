@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random models on disk, of the kinds that differ in what they need."""
+"""Writes small random models of all kinds that differ in their memory needs."""
 
 import importlib
 import json
@@ -84,7 +84,7 @@ BLOCKS = {
         "sparse_topk_blocks": 4,
     },
 }
-OF_KERNELS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # as kernels want it
+OF_KERNELS = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # as the kernels require
 TWO_SIZES = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -99,7 +99,7 @@ PER_LAYER = TWO_SIZES | {
     "hidden_size_per_layer_input": 64,
     "vocab_size_per_layer_input": 600,
 }
-#: model_type, changes of BASE, and bits of quantized weights.
+#: model_type, changes to BASE, and bits of quantized weights.
 MODELS = {
     "llama": ("llama", {}, None),
     "llama, grouped, tied": ("llama", GROUPED | TIED, None),
@@ -119,8 +119,8 @@ MODELS = {
         None,
     ),
 }
-#: Whose forward pass is not compared: on a CPU a recurrence is a chain of small operations, where
-#: MLX runs far ahead of what is computed.
+#: Models with slow CPU forward passes, which are not compared: a recurrence is a chain of small
+#: operations, in which MLX runs far ahead of the computation.
 OTHERS = {
     "qwen3_next, states": ("qwen3_next", GROUPED | STATES | {"num_experts": 0}, None),
     "deepseek_v3, latents": ("deepseek_v3", LATENTS, None),
@@ -150,12 +150,12 @@ ARCHITECTURES = {
     "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration",
     "starcoder2": "Starcoder2ForCausalLM",
 }
-#: A checkpoint may hold more than is loaded: this the families above drop.
+#: Extra tensors that the families above drop on loading.
 DROPPED = {"model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(16)}
 
 
 def write(folder, name):
-    """The folder, with random weights."""
+    """Writes a model with random weights; returns its folder."""
     model_type, changes, bits = (MODELS | OTHERS)[name]
     config = (
         BASE | changes | {"model_type": model_type, "architectures": [ARCHITECTURES[model_type]]}
@@ -178,7 +178,7 @@ def write(folder, name):
 
 
 def token_bytes(name, element_bytes, scale_bytes=0):
-    """K and V of a token in all layers, by hand."""
+    """Calculates the K/V bytes per token over all layers."""
     config = BASE | MODELS[name][1]
     row = config["head_dim"] * element_bytes + scale_bytes
     attending = len(config.get("full_attn_idxs", range(config["num_hidden_layers"])))
@@ -186,7 +186,7 @@ def token_bytes(name, element_bytes, scale_bytes=0):
 
 
 def settings(folder, dtype, **changes):
-    """vLLM's configuration, and where the loader finds the model."""
+    """Returns vLLM's configuration and the loader's path of the model."""
     content = json.loads((folder / "config.json").read_text())
     options = {
         "model_type": content["model_type"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json of well-known models as the hub has them, for the keys that size them."""
+"""config.json of well-known models from the hub, with the keys that determine sizes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ _GRANITE = _COMMON | {
 
 
 def _text(label: str, name: str) -> KnownModel:
-    """The text model of a known one that reads images, too."""
+    """Returns the text model of a known multimodal model."""
     config = {key: value for key, value in _known(name).items() if key != "vision_config"}
     return KnownModel(label, config)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python imports this at its start where this folder leads PYTHONPATH, in children too."""
+"""Installs the double; Python imports this at startup if this folder leads PYTHONPATH."""
 
 import darwin_double
 

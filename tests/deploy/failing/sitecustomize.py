@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For a server under test: its engine's next step fails once a file is there.
+"""Makes the next engine step of a server under test fail once a file exists.
 
-Python imports a module of this name at its start, where its folder is on the path. The file is
-named by VLLM_METAL_TEST_FAIL; who makes the step fail removes it.
+Python imports a module of this name at startup if its folder is on the path. The file is
+named by VLLM_METAL_TEST_FAIL; the code that makes the step fail removes it.
 """
 
 import os

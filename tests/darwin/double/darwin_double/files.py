@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that macOS does not have."""
+"""Hides files that macOS lacks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 from darwin_double import modules
 
-#: Where Linux has its processes, devices and shared memory.
+#: Linux's processes, devices and shared memory.
 ABSENT = ("/proc", "/sys", "/dev/shm")
-#: Packages that read them because they took this machine for Linux's, as they should.
+#: Packages that correctly read them, because they detected Linux.
 EXEMPT = ("psutil", *modules.LINUX_WHEELS)
 _OF_OS = ("access", "listdir", "lstat", "open", "readlink", "scandir", "stat", "statvfs")
 
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def is_absent(path: object) -> bool:
-    """Whether a Mac lacks `path`."""
+    """Returns whether a Mac lacks `path`."""
     if isinstance(path, int) or sys.platform != "darwin":
         return False
     try:
@@ -46,7 +46,7 @@ def is_absent(path: object) -> bool:
 
 
 def _guard(real: Callable[..., Any], missing: object = None) -> Callable[..., Any]:
-    """`real`, which raises (or returns `missing`, where given) for what a Mac lacks."""
+    """Wraps `real` to raise (or return `missing`, if given) for what a Mac lacks."""
 
     @functools.wraps(real)
     def guarded(*args: Any, **options: Any) -> Any:
@@ -71,6 +71,6 @@ def _exempt() -> bool:
 
 def _read_no_elf(module: ModuleType) -> None:
     def refuse(self: object, stream: object, *args: object, **options: object) -> None:
-        raise module.ELFError("Magic number does not match")  # as of a Mach-O file
+        raise module.ELFError("Magic number does not match")  # as for a Mach-O file
 
     module.ELFFile.__init__ = refuse

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""macOS's figures of memory and of the machine, from psutil and from `sysctlbyname`.
+"""Imitates macOS's memory and machine values in psutil and `sysctlbyname`.
 
 A Mac's pages are free, speculative, active, inactive or wired; some of the active and inactive ones
-are purgeable or hold files. Sizes in bytes are set by variables, so that children have them too:
+are purgeable or hold files. Variables set the sizes in bytes, so that children inherit them:
 
 - DARWIN_DOUBLE_TOTAL (this machine's)
 - DARWIN_DOUBLE_AVAILABLE (this machine's): psutil's `available`, which is free and inactive pages
@@ -10,8 +10,8 @@ are purgeable or hold files. Sizes in bytes are set by variables, so that childr
   speculative ones
 - DARWIN_DOUBLE_SPECULATIVE (0), DARWIN_DOUBLE_PURGEABLE (0): the latter hold no files
 - DARWIN_DOUBLE_PRESSURE (1): kern.memorystatus_vm_pressure_level
-- DARWIN_DOUBLE_LEVEL: kern.memorystatus_level, in percent; the part of memory that is neither wired
-  nor compressed, unless said (AVAILABLE_NON_COMPRESSED_MEMORY of xnu's osfmk/vm/vm_page.h)
+- DARWIN_DOUBLE_LEVEL: kern.memorystatus_level, in percent; by default the share of memory that is
+  neither wired nor compressed (AVAILABLE_NON_COMPRESSED_MEMORY of xnu's osfmk/vm/vm_page.h)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ svmem = namedtuple(
 
 
 def virtual_memory() -> svmem:
-    """As psutil reckons on macOS: available = inactive + free, used = active + wired."""
+    """Calculates as psutil does on macOS: available = inactive + free, used = active + wired."""
     real = _real_virtual_memory()
     total = _variable("TOTAL", real.total)
     available = min(_variable("AVAILABLE", real.available), total)
@@ -71,7 +71,7 @@ def _text(value: str) -> Callable[[], bytes]:
     return lambda: value.encode() + b"\0"
 
 
-#: What `sysctlbyname` answers, in the kernel's width. Others do not exist (ENOENT): add them here.
+#: Values of `sysctlbyname` in the kernel's width. Others do not exist (ENOENT): add them here.
 SYSCTLS: dict[str, Callable[[], bytes]] = {
     "hw.memsize": _quad(lambda: virtual_memory().total),
     "hw.pagesize": _quad(lambda: PAGE),
@@ -94,7 +94,7 @@ SYSCTLS: dict[str, Callable[[], bytes]] = {
 
 
 class _SysctlByName:
-    """C's `sysctlbyname(name, old, old_size, new, new_size)`, reading only."""
+    """C's `sysctlbyname(name, old, old_size, new, new_size)`, read-only."""
 
     def __call__(self, name: Any, old: Any, old_size: Any, new: Any = None, size: Any = 0) -> int:
         key = getattr(name, "value", name)
@@ -120,7 +120,7 @@ def _failed(error: int) -> int:
     return -1
 
 
-#: Of notify.h: all succeed, and every state is 0, which of heat is nominal.
+#: Functions of notify.h: all succeed, and every state is 0, which means a nominal thermal level.
 _NOTIFY = dict.fromkeys(
     ("notify_register_check", "notify_get_state", "notify_cancel"), lambda *arguments: 0
 )

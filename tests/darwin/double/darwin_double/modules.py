@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done around the import of a module."""
+"""Runs hooks before and after the import of a module."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import ModuleType
 
 from darwin_double import system
 
-#: Packages that choose a library by platform while they are imported, or link a Linux one.
+#: Packages that choose a library by platform during import, or link a Linux one.
 LINUX_WHEELS = ("torch", "llvmlite", "numba", "tvm_ffi", "xgrammar", "truststore")
 
-#: Modules of ours that say it to a compiler, whose libraries this process loads.
+#: Modules of ours that pass it to a compiler, and load the libraries into this process.
 LINUX_MODULES = ("metal_interpreter.toolchain", "metal_interpreter.launch")
 
 _before: dict[str, Callable[[], None]] = {}
@@ -22,12 +22,12 @@ _after: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def before_import(name: str, act: Callable[[], None]) -> None:
-    """Calls `act` when module `name` is about to be imported."""
+    """Calls `act` before module `name` is imported."""
     _before[name] = act
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Calls `change` with module `name` once it is imported; at once where it already is."""
+    """Calls `change` with module `name` after its import; immediately if it is already imported."""
     if name in sys.modules:
         change(sys.modules[name])
     else:
@@ -35,14 +35,14 @@ def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
 
 
 def install() -> None:
-    """Arms what was asked for."""
+    """Activates the registered hooks."""
     for name in LINUX_MODULES:
         after_import(name, _tell_linux)
     sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
 
 
 class _LinuxSys:
-    """`sys`, but for its platform."""
+    """`sys` with Linux's platform."""
 
     platform = "linux"
 
@@ -55,7 +55,7 @@ def _tell_linux(module: ModuleType) -> None:
 
 
 class _Finder:
-    """Lets the usual finders find a module, and stands around its execution."""
+    """Wraps the execution of modules that the usual finders find."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None

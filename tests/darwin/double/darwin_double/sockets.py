@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sockets: a Mac's names of Unix sockets are shorter, and one option has another name."""
+"""Shortens the limit for names of Unix sockets, and renames an option, as on a Mac."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from darwin_double import modules
 
-#: Bytes of a name without the zero at its end: `sun_path` has 104, Linux's 108.
+#: Maximum bytes of a name without the final zero: `sun_path` has 104, Linux's 108.
 LONGEST = 103
 
 

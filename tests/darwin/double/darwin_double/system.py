@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the system, and how processes start."""
+"""Imitates the system's names, and the start of processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import darwin_double
 
 #: Of macOS 15.5.
 KERNEL = "24.5.0"
-#: `platform.mac_ver()[0]`: the release, unless the variable says another.
+#: `platform.mac_ver()[0]`: the release, unless the variable is set.
 RELEASE = os.environ.get("DARWIN_DOUBLE_RELEASE", "15.5")
-#: What a forked child does not survive once it is loaded.
+#: Packages that a forked child does not survive once they are loaded.
 FORK_UNSAFE = ("torch", "mlx.core")
 
-#: Functions of `os` that a Mac's Python lacks.
+#: Functions of `os` that Python on a Mac lacks.
 ABSENT = ("copy_file_range", "eventfd", "getrandom", "memfd_create", "pidfd_open", "posix_fadvise")
 ABSENT += ("sched_getaffinity", "sched_setaffinity", "splice")
 
@@ -34,7 +34,7 @@ def install() -> None:
             delattr(os, name)
     os.uname = _uname
     platform.mac_ver = _mac_ver
-    # Compiled into Python on a Mac only; urllib asks it for the proxies of the system's settings.
+    # Compiled into Python on a Mac only; urllib reads the system's proxies from it.
     proxies = types.ModuleType("_scproxy")
     proxies._get_proxies = dict  # type: ignore[attr-defined]
     proxies._get_proxy_settings = dict  # type: ignore[attr-defined]
@@ -43,14 +43,14 @@ def install() -> None:
     os.register_at_fork(after_in_child=_end_forked_child)
     import multiprocessing.context
 
-    # As the module does on a Mac; it may have been imported before.
+    # as the module does on a Mac, if it was imported earlier
     spawn = multiprocessing.context._concrete_contexts["spawn"]
     multiprocessing.context._default_context._default_context = spawn
 
 
 @contextmanager
 def as_linux() -> Iterator[None]:
-    """What runs inside is told the truth."""
+    """Shows the real platform to code in the block."""
     before = sys.platform
     _become("linux")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's wheel for macOS: an MPS accelerator whose caches end the process; and MLX's BLAS."""
+"""Imitates torch's macOS wheel, whose MPS accelerator crashes, and MLX's BLAS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def install() -> None:
 
 
 def _have_mps(torch: ModuleType) -> None:
-    """Gives torch's compiled part the answers of a build with MPS."""
+    """Makes torch's compiled part report MPS."""
     generator = torch.Generator()
     answers = {
         "_has_mps": True,
@@ -41,7 +41,7 @@ def _have_mps(torch: ModuleType) -> None:
 
 
 def _load_blas() -> None:
-    """What Accelerate is to MLX on a Mac: a fast BLAS. Here it is the one the plugin finds."""
+    """Loads a fast BLAS, like MLX's Accelerate on a Mac: the one that the plugin finds."""
     from vllm_metal.device import blas
 
     with system.as_linux():
