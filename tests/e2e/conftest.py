@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in this process, so that their memory and their counters can be read."""
+"""In-process engines, so that tests can read their memory and counters."""
 
 import os
 
@@ -23,7 +23,7 @@ def smollm2() -> str:
 
 @pytest.fixture(scope="session")
 def gemma3() -> str:
-    """Gemma 3 270M in float32, from its package: five window layers to one full."""
+    """Gemma 3 270M in float32, from its package: five window layers per full-attention layer."""
     return str(gemma3_270m_path())
 
 
@@ -35,14 +35,14 @@ def short(smollm2, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def long_texts(smollm2, tmp_path_factory) -> str:
-    """The same, for texts so long that they take longer than a time limit."""
+    """The same for texts that take longer than a time limit."""
     changes = {"max_position_embeddings": MAX_MODEL_LEN}
     return first_two_layers(smollm2, tmp_path_factory.mktemp("long-texts"), **changes)
 
 
 @pytest.fixture(scope="session")
 def windowed(gemma3, tmp_path_factory) -> str:
-    """Two layers of Gemma 3: one with a window of 64, and one without."""
+    """Two layers of Gemma 3: one with a window of 64, one without."""
     kinds = ["sliding_attention", "full_attention"]
     changes = {"sliding_window": 64, "sliding_window_pattern": 2, "layer_types": kinds}
     return first_two_layers(gemma3, tmp_path_factory.mktemp("windowed"), **changes)
@@ -50,7 +50,7 @@ def windowed(gemma3, tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory):
-    """A folder of models with random weights, see `e2e.fuzz.models`."""
+    """Yields a folder of models with random weights, see `e2e.fuzz.models`."""
     folder = tmp_path_factory.mktemp("tiny-models")
     write_models(folder)
     return folder
@@ -58,7 +58,7 @@ def tiny_models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(tiny_models) -> str:
-    """A Llama of two small layers, for tests to which it is the same what a text says."""
+    """A Llama with two small layers, for tests that do not depend on the text."""
     return str(tiny_models / "full")
 
 
@@ -70,7 +70,7 @@ def tiny_text() -> list[int]:
 
 @pytest.fixture(scope="session")
 def toys(tmp_path_factory):
-    """Models with networks that draft, see `e2e.drafting`."""
+    """Makes models with networks that draft, see `e2e.drafting`."""
     from e2e.drafting import write_toys
 
     return write_toys(tmp_path_factory.mktemp("toys"))

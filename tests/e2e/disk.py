@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with a prefix cache on disk, what they serve, and what they leave there."""
+"""Runs engines with a disk prefix cache, and inspects their answers and files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vllm import LLM, TokensPrompt
 
 from vllm_metal.kv_transfer.disk.layout import LEDGER
 
-LIMIT = 1 << 30  # bytes; no test writes so many
+LIMIT = 1 << 30  # bytes, more than any test writes
 HITS, QUERIES = "vllm:external_prefix_cache_hits", "vllm:external_prefix_cache_queries"
 LOCAL_HITS = "vllm:prefix_cache_hits"
 LOADED, STORED = "vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"
-#: Largest difference of two log-probabilities of one text: chunks of other lengths sum in another
+#: Maximum difference of two log-probabilities of one text: chunks of other lengths sum in another
 #: order, see `e2e.harness.TIE`.
 LOGPROB_TIE = 1e-3
 
@@ -32,7 +32,7 @@ LOGPROB_TIE = 1e-3
 def disk_engine(
     model: str, folder: Path, max_bytes: int = LIMIT, salt_key: Path | None = None, **options: Any
 ) -> Iterator[LLM]:
-    """An engine with its prefix cache in `folder`; all blocks of its pool are free at its end."""
+    """Runs an engine with its prefix cache in `folder`; all blocks are free at its end."""
     config = {"prefix_cache_dir": str(folder), "prefix_cache_bytes": max_bytes}
     if salt_key is not None:
         config["prefix_cache_salt_key"] = str(salt_key)
@@ -47,7 +47,7 @@ def disk_engine(
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request. logprobs: of the chosen tokens."""
+    """A request's answer. logprobs: of the chosen tokens."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -62,7 +62,7 @@ class Answer:
 def ask(
     llm: LLM, prompts: Sequence[list[int]], max_tokens: int = 8, salt: str | None = None
 ) -> list[Answer]:
-    """Greedy answers to prompts that are sent at once; none may fail."""
+    """Sends prompts at once; returns their greedy answers. None may fail."""
     inputs = [
         TokensPrompt(prompt_token_ids=prompt, **({"cache_salt": salt} if salt else {}))
         for prompt in prompts
@@ -87,13 +87,13 @@ def check_same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
 
 
 def random_prompts(lengths: Sequence[int], vocab: int, seed: int = 1) -> list[list[int]]:
-    """Prompts of which none shares its first token's block with another."""
+    """Makes prompts whose first blocks all differ."""
     rng = np.random.default_rng(seed)
     return [rng.integers(2, vocab, length).tolist() for length in lengths]
 
 
 def pages(folder: Path, namespace: str = "*") -> list[Path]:
-    """Files of blocks that are on disk, of one namespace or all."""
+    """Returns the block files on disk, of one namespace or all."""
     found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in names]
     return sorted(
         path for path in found if path.suffix == ".kv" and path.match(f"{namespace}/*/*.kv")
@@ -101,10 +101,7 @@ def pages(folder: Path, namespace: str = "*") -> list[Path]:
 
 
 def bytes_on_disk(folder: Path) -> int:
-    """What the files below a folder take, counted as the limit counts them: in whole 4 KiB.
-
-    Hidden files are left out: digests of weights, which are written after the first count.
-    """
+    """Returns the size of a folder's files, rounded up to 4 KiB each, without hidden files."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -114,15 +111,15 @@ def bytes_on_disk(folder: Path) -> int:
 
 
 def disk_hits(llm: LLM) -> float:
-    """Prompt tokens that were loaded from disk so far."""
+    """Returns the prompt tokens loaded from disk so far."""
     return counters(llm).get(HITS, 0)
 
 
 class Watch:
-    """Measures a folder all the time, in a thread. peak: most bytes it was seen to hold.
+    """Measures a folder continuously in a thread. peak: most bytes seen.
 
-    It takes the lock under which engines make room, or it would see a file that was evicted
-    meanwhile beside the one that took its place.
+    It takes the lock under which engines make room; otherwise it could see an evicted file
+    together with its replacement.
     """
 
     def __init__(self, folder: Path) -> None:

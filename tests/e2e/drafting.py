@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Toy engines that draft by networks, and what they propose, accept and leave on disk."""
+"""Toy engines with networks that draft, and their drafts, acceptances and files."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from vllm_metal.engine.spec_decode.speculator import Speculator
 from vllm_metal.kv_transfer.disk.block_file import HEADER_BYTES
 
 BLOCK, NUM_DRAFTS = 16, 3
-VOCAB = 32  # so few that drafts at random are right now and then
-FEW = 8  # so few that it happens in short runs
+VOCAB = 32  # small enough that random drafts are sometimes right
+FEW = 8  # small enough for that in short runs
 METHODS = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
-STATELESS = ("medusa", "mlp_speculator")  # heads that keep no K/V
+STATELESS = ("medusa", "mlp_speculator")  # heads without K/V
 
 
 @dataclass(frozen=True)
 class Toy:
-    """A model, and what drafts for it."""
+    """A model and its draft network."""
 
     model: str
     speculation: dict[str, Any]
 
 
 def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
-    """A toy for each of METHODS and STATELESS, of random weights.
+    """Writes a toy for each of METHODS and STATELESS, with random weights.
 
     Args:
-        folder: gets them.
-        for_kernels: with one head of 64 elements, which the kernels serve, in place of small ones,
-            and FEW tokens. There are more then: "windowed", MTP with a window on every other layer;
-            "several", an MTP layer for each draft; "assistant", Gemma 4's; "hybrid", MTP of a model
+        folder: target folder.
+        for_kernels: use one head of 64 elements, which the kernels support, instead of small ones,
+            and FEW tokens. This adds: "windowed", MTP with a window on every other layer;
+            "several", an MTP layer per draft; "assistant", Gemma 4's; "hybrid", MTP of a model
             with recurrent layers; "hybrid, draft model" and "hybrid, dflash".
     """
     vocab = FEW if for_kernels else VOCAB
@@ -131,7 +131,7 @@ def _block_drafter(
     name: str | None = None,
     taps: Sequence[int] = blocks.TAPS,
 ) -> Path:
-    """Two layers, one with a window, as the configurations of z-lab's drafters have them."""
+    """Writes two layers, one with a window, configured like z-lab's drafters."""
     heads = small.get("num_attention_heads", 4), small.get("num_key_value_heads", 2)
     size, vocab = small.get("head_dim", 16), small["vocab_size"]
     shapes = blocks.shapes(heads=heads, size=size, num_taps=len(taps))
@@ -145,7 +145,7 @@ def _block_drafter(
 
 
 def transfer(folder: Path, role: str = "kv_both", **extra: Any) -> KVTransferConfig:
-    """--kv-transfer-config of an engine that keeps its pages in a folder."""
+    """Returns the --kv-transfer-config of an engine that stores its pages in a folder."""
     return KVTransferConfig(
         kv_connector="MetalKVConnector",
         kv_role=role,
@@ -155,7 +155,7 @@ def transfer(folder: Path, role: str = "kv_both", **extra: Any) -> KVTransferCon
 
 @contextmanager
 def drafting_engine(toy: Toy, folder: Path | None, role: str = "kv_both", **options: Any):
-    """An engine of a toy; all blocks of its pool are free at its end."""
+    """Runs an engine of a toy; checks at the end that no block is in use."""
     settings: dict[str, Any] = {
         "max_model_len": 256,
         "kv_cache_memory_bytes": 8 << 20,
@@ -173,7 +173,7 @@ def drafting_engine(toy: Toy, folder: Path | None, role: str = "kv_both", **opti
 
 
 def answer(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, **options: Any):
-    """Tokens generated after prompts that are sent at once."""
+    """Returns the tokens generated for prompts sent at once."""
     params = SamplingParams(
         **{"temperature": 0, "ignore_eos": True, "detokenize": False, "max_tokens": max_tokens}
         | options
@@ -186,27 +186,27 @@ def answer(llm: LLM, prompts: Sequence[list[int]], max_tokens: int, **options: A
 
 
 def payloads(folder: Path) -> dict[str, bytes]:
-    """What the pages on disk hold, by key."""
+    """Maps keys of pages on disk to their contents."""
     return {path.stem: path.read_bytes()[HEADER_BYTES:] for path in pages(folder)}
 
 
 @dataclass
 class Drafted:
-    """What an engine drafts. steps: of each step that verifies some, by the place of requests.
+    """Drafts of an engine. steps: for each verifying step, drafts by request index.
     num_copied: steps in which a request copies its own text."""
 
     steps: list[list[list[int]]] = field(default_factory=list)
     num_copied: int = 0
 
     def take(self) -> list[list[list[int]]]:
-        """What was drafted since the last call."""
+        """Returns the drafts since the last call."""
         taken, self.steps = self.steps, []
         return taken
 
 
 @contextmanager
 def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafted]:
-    """Notes what is drafted by all engines that run meanwhile."""
+    """Records the drafts of all engines that run in the block."""
     drafted = Drafted()
     step_drafts = Speculator.step_drafts
 
@@ -224,7 +224,7 @@ def watching(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drafted]:
 
 
 def draft_counts(llm: LLM) -> tuple[float, float]:
-    """How many drafts were verified so far, and how many accepted."""
+    """Returns the numbers of verified and accepted drafts so far."""
     found = counters(llm)
     name = "vllm:spec_decode_num_{}_tokens"
     return found.get(name.format("draft"), 0), found.get(name.format("accepted"), 0)

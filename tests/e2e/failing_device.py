@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLX's CPU backend, with errors as MLX's Metal backend has them.
+"""MLX's CPU backend with the error behavior of MLX's Metal backend.
 
-Read in MLX's source (mlx/error.h, mlx/array.cpp, mlx/backend/metal/device.cpp): where a command
-buffer failed, what it should have written is undefined. The error is noted when it ends, and thrown
-once: to whoever begins a command buffer, by giving the device work; to whoever waits for one that
-has not ended; or to who synchronizes. To read an array whose command buffer has ended asks nobody.
+From MLX's source (mlx/error.h, mlx/array.cpp, mlx/backend/metal/device.cpp): if a command buffer
+fails, its outputs are undefined. The error is recorded when it ends, and thrown
+once: by submitting work to the device, which begins a command buffer; by waiting for an unfinished
+one; or by synchronizing. Reading an array whose command buffer has ended throws nothing.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from vllm_metal.engine.worker.model_runner import ModelRunner
 from vllm_metal.kv_transfer import batch_writer
 
 MESSAGE = "[METAL] Command buffer execution failed: Caused GPU Timeout Error"
-#: When the command buffers of a step that fails end.
+#: When the command buffers of a failing step end.
 ENDS = (
-    "before the next step",  # so that step's hand-over asks first
-    "behind the next hand-over",  # so the tokens can be read without asking
-    "when waited for",  # whoever reads first
-    "noted once read",  # so the tokens can be read, and whoever asks next is told
+    "before the next step",  # the next step's submission throws
+    "behind the next hand-over",  # the tokens can be read without an error
+    "when waited for",  # the first reader throws
+    "noted once read",  # the tokens can be read; the next check throws
 )
 
 
 class FailingDevice:
-    """Has chosen steps fail.
+    """Makes chosen steps fail.
 
-    taken: who was thrown an error, by name of the call and of the thread.
+    taken: the callers that got an error, by names of the call and of the thread.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.taken: list[tuple[str, str]] = []
-        self.num_steps = 0  # that were handed over, ever
+        self.num_steps = 0  # steps submitted so far
         self._fails: Callable[[int], bool] = lambda step: False
         self._ends = ENDS[0]
         self._lock = threading.Lock()
-        self._in_flight = self._ended = False  # of a command buffer that fails
+        self._in_flight = self._ended = False  # of a failing command buffer
         self._failing: StepOutput | None = None  # the step of that command buffer
         self._by_graph = self._spoiling = False
         self._evaluate = mx.eval
@@ -68,7 +68,7 @@ class FailingDevice:
         def compiled(function: Any, *arguments: Any, **options: Any) -> Any:
             graph = make_graph(function, *arguments, **options)
 
-            # Also for functions of mlx-lm's modules that are imported meanwhile, and stay.
+            # Also for functions in mlx-lm modules that are imported in the meantime and stay.
             def build(*arrays: Any, **others: Any) -> Any:
                 self._by_graph = True
                 return graph(*arrays, **others)
@@ -117,25 +117,25 @@ class FailingDevice:
         monkeypatch.setattr(batch_writer, "page_rows", page_rows)
 
     def fail_step(self, number: int, ends: str = ENDS[0]) -> None:
-        """Has the step fail that is handed over after so many others from now on."""
+        """Makes the step after `number` more submissions fail."""
         first = self.num_steps + number
         self.fail_steps(lambda step: step == first, ends)
 
     def fail_steps(self, which: Callable[[int], bool], ends: str = ENDS[0]) -> None:
-        """Has the steps fail of whose number, counted from the first ever, `which` is true."""
+        """Makes all steps fail for whose number, counted from the first one, `which` is true."""
         self._fails, self._ends = which, ends
 
     def fail_graphs(self, ends: str = ENDS[0]) -> None:
-        """Has every step fail that a compiled graph has part in."""
+        """Makes every step fail that uses a compiled graph."""
         self.fail_steps(lambda step: self._by_graph, ends)
 
     def _spoil(self, arrays: Any) -> None:
-        """Puts what nobody computed into arrays that the device was given."""
+        """Overwrites arrays given to the device with wrong values."""
         flat: list[mx.array] = []
         for each in arrays:
             flat += each if isinstance(each, (list, tuple)) else [each]
         self._evaluate(flat)
-        spoiled: set[int] = set()  # addresses: some arrays are views of others
+        spoiled: set[int] = set()  # addresses, because arrays may be views of others
         for array in flat:
             if array.dtype not in (mx.int32, mx.float32):
                 continue

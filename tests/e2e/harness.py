@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine to test, an outside reference for its tokens, and its counters."""
+"""Runs an engine under test, a reference for its tokens, and its counters."""
 
 import contextlib
 import gc
@@ -17,17 +17,17 @@ from vllm import LLM, SamplingParams
 
 from vllm_metal.engine.models.loader import dense_model
 
-#: Largest gap of two float32 logits that counts as a tie. Chunked, batched and one-at-a-time
-#: matrix products sum in different orders; over these models the logits (up to ~30) move by less
-#: than 2e-4 for it, see `Dense.check`, which reports what it saw.
+#: Largest gap between float32 logits that counts as a tie. Chunked, batched and one-at-a-time
+#: matrix products sum in different orders; logits of these models (up to ~30) change by less
+#: than 2e-4; see `Dense.check`, which reports the gaps.
 TIE = 1e-3
 
-_SOURCE = Path(__file__).parents[2] / "LICENSE"  # English text that every checkout has
+_SOURCE = Path(__file__).parents[2] / "LICENSE"  # English text in every checkout
 
 
 @contextlib.contextmanager
 def engine(model: str, **options: Any) -> Iterator[LLM]:
-    """An LLM with its counters on, gone with its memory afterwards."""
+    """Runs an LLM with counters enabled; frees its memory afterwards."""
     settings = {
         "max_model_len": 1024,
         "max_num_batched_tokens": 256,
@@ -37,7 +37,7 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
         "seed": 0,
     }
     llm = LLM(model, **(settings | options))
-    # As an engine in its own process does once it has started: what was decided must stay.
+    # Like an engine's own process after its start, keep the decisions.
     llm.llm_engine.vllm_config.__post_init__()
     try:
         yield llm
@@ -48,19 +48,18 @@ def engine(model: str, **options: Any) -> Iterator[LLM]:
 
 
 def compares_resident_memory() -> None:
-    """Ends a test as skipped where RSS does not tell what a process holds; what MLX says of itself
-    is to be compared before."""
+    """Skips a test where RSS does not measure a process's memory."""
     if sys.platform != "linux":
         pytest.skip("MLX's own figures are right; macOS counts pages as resident that were freed")
 
 
 def greedy(max_tokens: int, **options: Any) -> SamplingParams:
-    """Greedy decoding of exactly `max_tokens`."""
+    """Returns parameters for greedy decoding of exactly `max_tokens`."""
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, **options)
 
 
 def counters(llm: LLM) -> dict[str, float]:
-    """vLLM's own metrics: counters and gauges by name, histograms by sum, vectors by place."""
+    """Returns vLLM's metrics: counters and gauges by name, histograms by sum, vectors by index."""
     found: dict[str, float] = {}
     for metric in llm.get_metrics():
         if hasattr(metric, "values"):
@@ -74,19 +73,18 @@ def counters(llm: LLM) -> dict[str, float]:
 
 
 def free_blocks(llm: LLM) -> int:
-    """Blocks of the pool that no request holds."""
+    """Returns the number of blocks that no request holds."""
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
 def is_apart(llm: LLM) -> bool:
-    """Whether the engine has a process of its own."""
+    """Returns whether the engine has its own process."""
     return not hasattr(llm.llm_engine.engine_core, "engine_core")
 
 
 def run_out(llm: LLM) -> None:
-    """Steps until nothing is left to tell the worker or to hear of it, as an engine in a process of
-    its own does; `LLM.generate` stops at the last token."""
+    """Steps until the worker has no messages left, as an engine in its own process does."""
     if is_apart(llm):
         return
     core: Any = llm.llm_engine.engine_core.engine_core
@@ -97,7 +95,7 @@ def run_out(llm: LLM) -> None:
 
 
 def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[int]]:
-    """Generated token ids of each prompt."""
+    """Generates token ids for each prompt."""
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
     )
@@ -105,14 +103,14 @@ def generate(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[list[i
 
 
 def text_tokens(llm_or_path: str) -> list[int]:
-    """Real text as tokens of the model."""
+    """Tokenizes real text with the model's tokenizer."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(llm_or_path)(_SOURCE.read_text())["input_ids"]
 
 
 def make_prompts(tokens: list[int], count: int, longest: int, seed: int = 5) -> list[list[int]]:
-    """Prompts of 1 to `longest` tokens; about half share a prefix with others."""
+    """Makes prompts of 1 to `longest` tokens; about half share a prefix with others."""
     rng = np.random.default_rng(seed)
     lengths = np.unique(np.geomspace(1, longest, count * 2).astype(int))
     lengths = rng.permutation(np.resize(lengths, count))
@@ -127,7 +125,7 @@ def make_prompts(tokens: list[int], count: int, longest: int, seed: int = 5) -> 
 
 @dataclass
 class Dense:
-    """mlx-lm's dense forward, as mended, one request at a time, as judge of greedy tokens."""
+    """mlx-lm's patched dense forward, one request at a time, to judge greedy tokens."""
 
     path: str
     tie: float = TIE
@@ -143,14 +141,14 @@ class Dense:
         return np.array(out)
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """[1, T, V] logits of [1, T] tokens."""
+        """Returns [1, T, V] logits for [1, T] tokens."""
         return self.model(tokens)
 
     def check(self, prompt: list[int], generated: list[int]) -> None:
-        """Asserts that each token is the argmax after what precedes it.
+        """Asserts that each token is the argmax after its predecessors.
 
-        By induction that is greedy generation itself. Where a token is not the argmax its logit
-        must lie within `tie` of the largest; the check then goes on behind the token taken.
+        By induction, that is greedy generation. If a token is not the argmax, its logit must be
+        within `tie` of the largest; the check continues from the generated token.
         """
         key = (*prompt, -1, *generated)
         if key in self._known:
@@ -169,7 +167,7 @@ class Dense:
 def checked_passes(
     llm: LLM, dense: Dense, prompts: Sequence[list[int]], max_tokens: int, passes: int = 2
 ) -> list[dict[str, float]]:
-    """Serves the prompts several times and checks every output; counters after each pass."""
+    """Serves the prompts several times and checks every output; returns counters of each pass."""
     seen = []
     for _ in range(passes):
         outputs = generate(llm, prompts, greedy(max_tokens))

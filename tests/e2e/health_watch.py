@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long /health takes, asked by a process of its own: `python health_watch.py URL`.
+"""Measures the response time of /health from a separate process: `python health_watch.py URL`.
 
-It ends with its standard input, and prints how often it asked, and the worst time in seconds.
+It ends at the end of its standard input, and prints the number of requests and the worst time in
+seconds.
 """
 
 import subprocess
@@ -17,7 +18,7 @@ _PAUSE_S = 0.05
 
 @contextmanager
 def watching(url: str) -> Iterator[list[float]]:
-    """How often another process asked, and the worst time in seconds; both after the block."""
+    """Yields the number of requests and the worst time in seconds, available after the block."""
     found: list[float] = []
     pipe = subprocess.PIPE
     command = [sys.executable, __file__, url]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real models cut short: real weights and vocabulary, and little to compute."""
+"""Truncates real models: real weights and vocabulary, with little computation."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 
 def first_two_layers(source: str, target: Path, **changes: Any) -> str:
-    """The model of folder `source` cut short, in folder `target`; changes of its config.json."""
+    """Writes the first two layers of the model in `source` to `target`; `changes`: config.json."""
     folder = Path(source)
     for path in folder.iterdir():
         if path.name not in ("config.json", "model.safetensors"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python one_token.py MODEL` has an engine in this process make one token, and prints it."""
+"""Generates one token with an in-process engine, and prints it: `python one_token.py MODEL`."""
 
 import sys
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that prefill and engines that decode, in this process, over the real transport."""
+"""In-process prefill and decode engines, connected by the real transport."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm_metal.kv_transfer.config import CONNECTOR
 from vllm_metal.kv_transfer.peer.store import PeerStore
 
-#: What vLLM's proxies send along to the engine that prefills.
+#: Parameters that vLLM's proxies send to the prefill engine.
 FOR_A_DECODER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -25,24 +25,23 @@ FOR_A_DECODER = {
     "remote_host": None,
     "remote_port": None,
 }
-OUTBOX = 64 << 20  # bytes; no test computes so much
+OUTBOX = 64 << 20  # bytes, more than any test computes
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Returns a free port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def transfer(role: str, **extra: Any) -> dict[str, Any]:
-    """--kv-transfer-config of an engine in one role."""
+    """Returns the --kv-transfer-config of an engine in one role."""
     return {"kv_connector": CONNECTOR, "kv_role": role, "kv_connector_extra_config": extra}
 
 
 @contextmanager
 def role_engine(model: str, role: str | None, **options: Any) -> Iterator[LLM]:
-    """An engine in a role, or alone (None); all blocks of its pool are free at its end, which one
-    in a process of its own does not tell."""
+    """Runs an engine in a role, or None; in-process, all blocks are free at its end."""
     extra = options.pop("extra", {})
     settings: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory_bytes": 8 << 20}
     if role is not None:
@@ -57,7 +56,7 @@ def role_engine(model: str, role: str | None, **options: Any) -> Iterator[LLM]:
 
 @contextmanager
 def producer(model: str, port: int, role: str = "kv_producer", **options: Any) -> Iterator[LLM]:
-    """An engine that prefills for others, which ask at `port`."""
+    """Runs a prefill engine that peers contact at `port`."""
     extra = {"listen": f"127.0.0.1:{port}", "outbox_bytes": OUTBOX} | options.pop("extra", {})
     with role_engine(model, role, extra=extra, **options) as llm:
         yield llm
@@ -65,50 +64,50 @@ def producer(model: str, port: int, role: str = "kv_producer", **options: Any) -
 
 @contextmanager
 def consumer(model: str, *ports: int, role: str = "kv_consumer", **options: Any) -> Iterator[LLM]:
-    """An engine that asks those at `ports` for K/V."""
+    """Runs an engine that requests K/V from peers at `ports`."""
     extra = {"peers": [f"127.0.0.1:{port}" for port in ports]} | options.pop("extra", {})
     with role_engine(model, role, extra=extra, **options) as llm:
         yield llm
 
 
 def worker_of(llm: LLM) -> Any:
-    """The worker of an engine in this process."""
+    """Returns the worker of an in-process engine."""
     return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 def runner_of(llm: LLM) -> Any:
-    """The model runner of now."""
+    """Returns the current model runner."""
     return worker_of(llm).runner.runner
 
 
 def blocks_of(llm: LLM, req_id: str) -> list[int]:
-    """Blocks of the first KV cache group that a request has."""
+    """Returns a request's blocks in the first KV cache group."""
     scheduler: Any = llm.llm_engine.engine_core.engine_core.scheduler
     return list(scheduler.kv_cache_manager.get_block_ids(req_id)[0])
 
 
 def peer_store(llm: LLM) -> PeerStore:
-    """An engine's outbox, and the peers that it fetches pages from."""
+    """Returns an engine's send cache and its peers."""
     found: PeerStore = worker_of(llm).transfers.hooks.store.stores["peers"]
     return found
 
 
 @dataclass(frozen=True)
 class Served:
-    """What came of a request, and what it took."""
+    """A request's answer, and its source."""
 
     tokens: list[int]
-    pulled: float  # prompt tokens that came from elsewhere
+    pulled: float  # prompt tokens pulled from a peer
     drafted: float
     accepted: float
 
 
 def prefill(llm: LLM, prompt: list[int], max_tokens: int = 1, **options: Any) -> dict[str, Any]:
-    """Has an engine compute a prompt for another; the parameters that it hands out."""
+    """Prefills a prompt for another engine; returns the transfer parameters."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, **options)
     params.extra_args = {"kv_transfer_params": dict(FOR_A_DECODER)}
     (output,) = llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
-    run_out(llm)  # a server's engine goes on stepping by itself
+    run_out(llm)  # a server's engine keeps stepping by itself
     assert output.kv_transfer_params is not None
     return output.kv_transfer_params
 
@@ -116,7 +115,7 @@ def prefill(llm: LLM, prompt: list[int], max_tokens: int = 1, **options: Any) ->
 def decode(
     llm: LLM, prompt: list[int], params: dict[str, Any] | None = None, max_tokens: int = 12
 ) -> Served:
-    """A greedy answer, after a proxy's parameters or none."""
+    """Returns a greedy answer, with a proxy's parameters or none."""
     before = counters(llm)
     sampling = greedy(max_tokens)
     if params is not None:

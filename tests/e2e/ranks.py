@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose ranks share a model, by layers or by heads, on one machine or on two hosts."""
+"""Engines with several ranks, pipeline or tensor parallel, on one machine or two hosts."""
 
 import http.client
 import json
@@ -21,16 +21,16 @@ from e2e.models import first_two_layers
 from e2e.server import VLLM, Server
 from network.hosts import Host
 
-#: Seconds until a client hears of a rank that is gone, whatever it waits for.
+#: Seconds until a waiting client must get an error after a rank is gone.
 HEARD_S = 10.0
-#: Tokens of an answer that is still on its way whenever something happens to a rank.
+#: Answer length that takes longer than any event in a test.
 ENDLESS = 30_000
 OPTIONS = (
     *("--served-model-name", "toy"),
     *("--max-model-len", str(ENDLESS + 100)),
     *("--kv-cache-memory-bytes", str(64 << 20)),
 )
-#: Parametrizes a test by how two ranks share a model.
+#: Parametrizes a test by the kind of parallelism of two ranks.
 by_layers_and_by_heads = pytest.mark.parametrize(
     "shape",
     [("--pipeline-parallel-size", "2"), ("--tensor-parallel-size", "2")],
@@ -39,22 +39,22 @@ by_layers_and_by_heads = pytest.mark.parametrize(
 
 
 def endless(tiny: str, folder: Path) -> str:
-    """`tiny` for long texts; returns the folder."""
+    """Writes `tiny` for long texts; returns the folder."""
     folder.mkdir()
     return first_two_layers(tiny, folder, max_position_embeddings=2 * ENDLESS)
 
 
 def workers(server: Server) -> dict[int, psutil.Process]:
-    """Processes of the ranks of this machine, by what their lines in the log begin with."""
+    """Returns this machine's rank processes by their log prefixes."""
     found = re.findall(r"\(Worker_[PT]P(\d) pid=(\d+)\)", server.log.read_text())
     return {int(rank): psutil.Process(int(pid)) for rank, pid in found}
 
 
 def completion(url: str, prompt: Sequence[int], max_tokens: int, **more: Any) -> bytes:
-    """What the server answers to a greedy request.
+    """Returns the server's answer to a greedy request.
 
     Raises:
-        OSError: nothing, or not all of it.
+        OSError: there is no answer, or an incomplete one.
     """
     body = {"model": "toy", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
     body |= {"ignore_eos": True, "return_token_ids": True, **more}
@@ -65,12 +65,12 @@ def completion(url: str, prompt: Sequence[int], max_tokens: int, **more: Any) ->
 
 
 def tokens(url: str, prompt: Sequence[int], max_tokens: int = 16) -> list[int]:
-    """A greedy answer's tokens."""
+    """Returns a greedy answer's tokens."""
     return list(json.loads(completion(url, prompt, max_tokens))["choices"][0]["token_ids"])
 
 
 class Client:
-    """A client that waits for an endless answer, in a thread of its own."""
+    """A client thread that waits for an endless answer."""
 
     def __init__(self, url: str, number: int, stream: bool) -> None:
         self._asked = url, [3 + number, 5, 7], ENDLESS
@@ -90,7 +90,7 @@ class Client:
         self._ended = time.monotonic()
 
     def heard(self, timeout_s: float) -> float:
-        """When it heard of an error, which it must within the timeout."""
+        """Returns when the client got an error, which must be within the timeout."""
         self._thread.join(timeout_s)
         assert self._ended is not None, "a client still waits"
         assert self._error is not None, "an answer came to its end"
@@ -98,7 +98,7 @@ class Client:
 
 
 def clients(server: Server) -> list[Client]:
-    """Three that stream and one that waits for all of its answer, all of whom are being served."""
+    """Returns three streaming clients and one that waits for a whole answer, all being served."""
     found = [Client(server.url, number, stream=number > 0) for number in range(4)]
     deadline = time.monotonic() + 60
     while server.metric("vllm:num_requests_running") < len(found):
@@ -108,7 +108,7 @@ def clients(server: Server) -> list[Client]:
 
 
 def all_hear(waiting: Sequence[Client], since: float) -> None:
-    """Every client hears of an error within HEARD_S of a moment of time.monotonic()."""
+    """Asserts that all clients get an error within HEARD_S of a time.monotonic() value."""
     late = [each.heard(6 * HEARD_S) - since for each in waiting]
     print("seconds until clients heard:", *(f"{each:.1f}" for each in late))
     assert max(late) < HEARD_S
@@ -122,17 +122,17 @@ def on_two_hosts(
     folder: Path,
     environments: Sequence[Mapping[str, str]] = ({}, {}),
 ) -> Iterator[tuple[Server, Sequence[subprocess.Popen[bytes]]]]:
-    """Runs an engine with a rank on each of two hosts, which may not answer yet.
+    """Runs an engine with a rank on each of two hosts; it may not answer yet.
 
     Args:
-        models: of each host, the model's folder.
-        hosts: both.
-        shape: options that say how the ranks share the model.
-        folder: for what they print, in `log0` and `log1`.
-        environments: of each host, variables besides.
+        models: the model's folder on each host.
+        hosts: the two hosts.
+        shape: options for the parallelism.
+        folder: folder for their output, in `log0` and `log1`.
+        environments: additional variables per host.
 
     Returns:
-        The server, which the first host is, and the processes of both.
+        The server, on the first host, and both processes.
     """
     first = hosts[0].address
     processes: list[subprocess.Popen[bytes]] = []
@@ -168,7 +168,7 @@ def on_two_hosts(
 
 
 def wait_until_healthy(server: Server, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until the server of several hosts answers; no process may end meanwhile."""
+    """Waits until the server answers; fails if a process ends first."""
     deadline = time.monotonic() + 600
     while True:
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster for a test: nodes that say how many devices they have, on this machine or hosts."""
+"""A Ray cluster for tests: nodes with a given number of devices, on this machine or on hosts."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from network.hosts import Host
 
 NO_RAY = "Ray is not installed: pip install ray"
 needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason=NO_RAY)
-STARTED = "Ray runtime started"  # a node prints it once it has joined the cluster
+STARTED = "Ray runtime started"  # printed by a node that has joined the cluster
 START_S = 120.0
 STOP_S = 60.0
-STORE_BYTES = 100 << 20  # of Ray's objects, of which a test has none
+STORE_BYTES = 100 << 20  # for Ray's objects, which the tests do not use
 
 
 @contextmanager
 def ray_nodes(
     log: Path, devices: Sequence[int], hosts: Sequence[Host] = ()
 ) -> Iterator[dict[str, str]]:
-    """Runs a cluster; the variables by which others find it, and may join it.
+    """Runs a cluster; yields the variables to find and join it.
 
     Args:
-        log: folder for what the nodes print.
-        devices: of each node; the first one is the head.
-        hosts: that the nodes are on, one after another; none: all are on this machine.
+        log: folder for the nodes' output.
+        devices: devices of each node; the first one is the head.
+        hosts: hosts of the nodes, in order; none: this machine.
 
     Raises:
         AssertionError: a node ended, or did not start in time.
     """
-    folder = Path(tempfile.mkdtemp(prefix="ray"))  # short, as sockets are in it
+    folder = Path(tempfile.mkdtemp(prefix="ray"))  # short, because socket paths include it
     address = f"{hosts[0].address if hosts else '127.0.0.1'}:{free_port()}"
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def _command(address: str, number: int, devices: int, folder: Path, host: Host |
 
 
 def _variables(host: Host | None) -> dict[str, str]:
-    """What ranks on this node read of it."""
+    """Returns the variables for ranks on this node."""
     return {} if host is None else {"VLLM_HOST_IP": host.address, "GLOO_SOCKET_IFNAME": "eth0"}
 
 

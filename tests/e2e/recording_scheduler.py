@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler, which writes down what the engine puts out: `--scheduler-cls`."""
+"""A vLLM scheduler that records the engine's outputs, for `--scheduler-cls`."""
 
 import os
 from pathlib import Path
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-#: The variable that names the file. A line of it is a salt, tokens of a prompt, and of an answer.
+#: Variable with the file's path. Each line has a salt, prompt tokens and answer tokens.
 FILE = "E2E_RECORDED_TOKENS"
 
 
 class RecordingScheduler(AsyncScheduler):
-    """Writes a line for each output, into a file that is open for as long as the engine runs."""
+    """Writes a line per output into a file that stays open while the engine runs."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -34,7 +34,7 @@ class RecordingScheduler(AsyncScheduler):
 
 
 def read(file: Path) -> dict[str, tuple[int, int]]:
-    """Tokens of prompts and of answers, by salt."""
+    """Returns (prompt tokens, answer tokens) by salt."""
     found: dict[str, tuple[int, int]] = {}
     for line in file.read_text().splitlines():
         salt, *numbers = line.split(" ")

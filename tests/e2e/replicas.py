@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks on two hosts behind one server, as docs/data-parallel.md has a user start them."""
+"""Runs two ranks on two hosts behind one server, as described in docs/data-parallel.md."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,24 +11,24 @@ from subprocess import Popen
 from e2e.server import FORKED, Server, serve, started
 from network.hosts import Host
 
-START_TIMEOUT_S = 900.0  # three processes that import vLLM, and two that follow, on two cores
-RANKS = ("0", "1")  # as metrics have them
+START_TIMEOUT_S = 900.0  # five processes on two cores, three of which import vLLM
+RANKS = ("0", "1")  # as labeled in metrics
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """A server with rank 0 beside it, and the launcher of rank 1 on another host."""
+    """A server with rank 0, and the launcher of rank 1 on another host."""
 
     server: Server
     launcher: Popen[bytes]
-    log: Path  # the launcher's
+    log: Path  # log of the launcher
 
     def metrics(self, name: str) -> list[float]:
-        """Of each rank."""
+        """Returns a metric of each rank."""
         return [self.server.metric(name, engine=rank) for rank in RANKS]
 
     def ask(self, prompts: Sequence[list[int]], max_tokens: int) -> list[list[int]]:
-        """Greedy tokens of all prompts, which are asked at once."""
+        """Sends all prompts at once; returns their greedy tokens."""
         with self.server.client() as client, ThreadPoolExecutor(len(prompts)) as pool:
 
             def one(prompt: list[int]) -> list[int]:
@@ -45,7 +45,7 @@ class Replicas:
 
 
 def of_server(first: Host) -> tuple[str, ...]:
-    """Options of the server, on the first host, with rank 0 beside it."""
+    """Returns the options of the server with rank 0, on the first host."""
     return (
         *("--served-model-name", "m"),
         *("--data-parallel-size", "2", "--data-parallel-size-local", "1"),
@@ -54,7 +54,7 @@ def of_server(first: Host) -> tuple[str, ...]:
 
 
 def of_launcher(first: Host) -> tuple[str, ...]:
-    """Options of what starts rank 1, on the second host."""
+    """Returns the options of the launcher of rank 1, on the second host."""
     return (*of_server(first), "--headless", "--data-parallel-start-rank", "1")
 
 
@@ -69,11 +69,11 @@ def replicas(
     """Runs both until the block ends.
 
     Args:
-        model: its model argument.
-        options: more of both command lines.
+        model: the model argument.
+        options: more options for both command lines.
         folder: for logs.
-        hosts: of the server, and of rank 1.
-        environment: variables to add to this process's.
+        hosts: hosts of the server and of rank 1.
+        environment: additional variables.
     """
     first, second = hosts
     headless, log = [*of_launcher(first), *options], folder / "rank-1.log"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` as a user starts it: in processes of its own, on a free loopback port."""
+"""Runs `vllm serve` as a user does, in its own processes, on a free loopback port."""
 
 import os
 import re
@@ -20,10 +20,10 @@ from network.hosts import Host
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
-# The `vllm` command of an interpreter, whether or not its folder is on the PATH.
+# The interpreter's `vllm` command, even if it is not on the PATH.
 VLLM = ("-m", "vllm.entrypoints.cli.main")
-#: What the tests of in-process engines set; and a ban on bytecode, as some environments have it:
-#: without it vLLM's imports take 9 s instead of 20 s (measured on two cores) after the first time.
+#: Variables of in-process engine tests, and a ban on bytecode that some environments have:
+#: with bytecode, vLLM's imports take 9 s instead of 20 s (on two cores) after the first time.
 _NOT_FOR_THE_SERVER = (
     "VLLM_ENABLE_V1_MULTIPROCESSING",
     "VLLM_LOGGING_LEVEL",
@@ -31,28 +31,28 @@ _NOT_FOR_THE_SERVER = (
 )
 _START_TIMEOUT_S = 240.0  # ten times what an idle two-core machine needs
 _STOP_TIMEOUT_S = 20.0
-#: Lines of all processes, which tests read; what users see unasked, test_first_lines.py has.
+#: Log lines that tests read, of all processes; for users' default, see test_first_lines.py.
 _LOGGED = {"VLLM_LOGGING_LEVEL": "INFO"}
 _NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
-#: A forked engine saves an import of vLLM, 8 of a server's 20 processor-seconds. On macOS Apple's
-#: frameworks end such a child.
+#: A forked engine saves an import of vLLM, 8 of a server's 20 CPU seconds. On macOS Apple's
+#: frameworks kill such a child.
 FORKED: Mapping[str, str] = MappingProxyType({} if sys.platform == "darwin" else {_METHOD: "fork"})
-#: vLLM's own choice, for tests of starts and ends, and for several workers an engine.
+#: vLLM's default, for tests of startup and shutdown, and for several workers per engine.
 SPAWNED: Mapping[str, str] = MappingProxyType({_METHOD: ""})
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server that answers; `log` has all it printed, `process` runs it, with children."""
+    """A running server; `log` has its output, `process` is its main process."""
 
     url: str
     log: Path
     process: subprocess.Popen[bytes]
-    metrics_key: str = ""  # that /metrics asks for
+    metrics_key: str = ""  # key for /metrics
 
     def client(self) -> OpenAI:
-        """A client that reports every failure at once instead of trying again."""
+        """Returns a client that reports every failure without retries."""
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
 
     def health(self) -> int:
@@ -61,12 +61,12 @@ class Server:
             return int(reply.status)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples of `name` in /metrics that carry `labels`.
+        """Sums the samples of `name` in /metrics that carry `labels`.
 
         Raises:
-            KeyError: there is none, so that a misspelt name cannot pass for a zero.
+            KeyError: there are none, so that a misspelled name does not pass as zero.
         """
-        headers = {"Authorization": f"Bearer {self.metrics_key}"}  # of others, it takes any
+        headers = {"Authorization": f"Bearer {self.metrics_key}"}  # without tenants, any key works
         asked = urllib.request.Request(f"{self.url}/metrics", headers=headers)
         with urllib.request.urlopen(asked, timeout=30) as reply:
             families = text_string_to_metric_families(reply.read().decode())
@@ -92,18 +92,18 @@ def serve(
     start_timeout_s: float = _START_TIMEOUT_S,
     host: Host | None = None,
 ) -> Iterator[Server]:
-    """Runs `vllm serve` until the block ends, however it ends.
+    """Runs `vllm serve` until the block ends.
 
     Args:
-        model: its model argument.
-        options: more of its command line.
-        log: file for what it prints.
-        port: to listen on; None: any that is free.
-        environment: variables to add to this process's, with those above; an empty one is left
-            out.
-        python: the interpreter that runs it.
-        start_timeout_s: how long it may take to answer.
-        host: that it runs on; None: this machine.
+        model: the model argument.
+        options: more command-line options.
+        log: file for its output.
+        port: port to listen on; None: any free one.
+        environment: additional variables, over those above; an empty one is
+            removed.
+        python: the interpreter.
+        start_timeout_s: maximum seconds until it answers.
+        host: its host; None: this machine.
 
     Raises:
         AssertionError: it exited, or did not answer in time; the message has the end of the log.
@@ -118,7 +118,7 @@ def serve(
 
 
 def engine_core(server: Server) -> psutil.Process:
-    """The process of the engine, by what its lines in the log begin with."""
+    """Returns the engine's process, by its log prefix."""
     found = re.search(r"^\(EngineCore\w* pid=(\d+)\)", server.log.read_text(), re.MULTILINE)
     assert found is not None
     return psutil.Process(int(found[1]))
@@ -127,16 +127,16 @@ def engine_core(server: Server) -> psutil.Process:
 def refused_start(
     model: str, options: Sequence[str], environment: Mapping[str, str], log: Path
 ) -> int:
-    """Exit status of a `vllm serve` that is expected to give up by itself.
+    """Runs a `vllm serve` that must fail to start; returns its exit status.
 
     Args:
-        model: its model argument.
-        options: more of its command line.
-        environment: variables to add to this process's.
-        log: file for what it prints.
+        model: the model argument.
+        options: more command-line options.
+        environment: additional variables.
+        log: file for its output.
 
     Raises:
-        subprocess.TimeoutExpired: it did not.
+        subprocess.TimeoutExpired: it did not exit.
     """
     with started(model, [*options, "--port", str(free_port())], environment, log) as process:
         return process.wait(_START_TIMEOUT_S)
@@ -151,7 +151,7 @@ def started(
     python: str = sys.executable,
     host: Host | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """The process of a `vllm serve` that may not answer yet; see `serve` and `refused_start`."""
+    """Starts a `vllm serve` without waiting for it to answer; see `serve` and `refused_start`."""
     kept = {key: value for key, value in os.environ.items() if key not in _NOT_FOR_THE_SERVER}
     variables = kept | _LOGGED | FORKED | environment
     address = "127.0.0.1" if host is None else host.address
@@ -163,7 +163,7 @@ def started(
             stdout=output,
             stderr=subprocess.STDOUT,
             env={key: value for key, value in variables.items() if value},
-            start_new_session=True,  # so that all it starts can be killed as one group
+            start_new_session=True,  # so that the whole group can be killed
         )
         try:
             yield process
@@ -172,27 +172,27 @@ def started(
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Asks the server to end, then kills whatever is left of its group."""
+    """Terminates the server, then kills the rest of its group."""
     process.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_TIMEOUT_S)
     finally:
-        # On macOS a group of which only zombies are left may not be signaled.
+        # On macOS, signaling a group with only zombies fails.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on."""
+    """Returns a free loopback port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def answering(server: Server, timeout_s: float) -> None:
-    """Waits until a server that was started answers.
+    """Waits until a started server answers.
 
     Raises:
         AssertionError: see `serve`.
@@ -202,7 +202,7 @@ def answering(server: Server, timeout_s: float) -> None:
         try:
             if server.health() == 200:
                 return
-        except OSError:  # no one listens yet, or the engine is not up
+        except OSError:  # not listening yet, or the engine is not up
             time.sleep(0.25)
     state = "is not up yet" if process.poll() is None else f"exited with {process.returncode}"
     tail = "\n".join(server.log.read_text(errors="replace").splitlines()[-20:])

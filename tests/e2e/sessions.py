@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of streaming input on an engine in this process, and what each turn's text is."""
+"""Streaming-input sessions on an in-process engine, and the text of each turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm.sampling_params import RequestOutputKind
 
 
 def streamed(**options: Any) -> SamplingParams:
-    """Greedy decoding as sessions take it: each output has the tokens since the one before."""
+    """Returns greedy parameters for sessions: each output has the tokens since the previous one."""
     kind = RequestOutputKind.DELTA
     options = {"temperature": 0, "detokenize": False, "ignore_eos": True} | options
     return SamplingParams(output_kind=kind, **options)
@@ -24,9 +24,9 @@ def streamed(**options: Any) -> SamplingParams:
 def whole_texts(
     turns: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """What each turn's answer continues, had it been asked at once.
+    """Returns the full text that each turn's answer continues.
 
-    That is all before it, less the last token of each answer, which vLLM's sessions do not keep.
+    That is everything before it without the last token of each answer, which vLLM's sessions drop.
     """
     texts, text = [], []
     for turn, answer in zip(turns, answers, strict=True):
@@ -37,22 +37,22 @@ def whole_texts(
 
 
 def check(dense: Dense, turns: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
-    """Asserts that each answer is the greedy one behind the whole text."""
+    """Asserts that each answer is the greedy continuation of the whole text."""
     for text, answer in zip(whole_texts(turns, answers), answers, strict=True):
         dense.check(text, list(answer))
 
 
 @dataclass(eq=False)
 class Session:
-    """One session, sent turn by turn as vLLM's AsyncLLM sends it."""
+    """A session whose turns are sent as vLLM's AsyncLLM does."""
 
     llm: LLM
     name: str
     params: SamplingParams
-    answers: list[list[int]] = field(default_factory=list)  # of the turns that ended
-    logprobs: list[list[Any]] = field(default_factory=list)  # of their tokens, where wanted
-    reasons: list[tuple[str, Any]] = field(default_factory=list)  # why they ended, and where
-    finished: bool = False  # as the engine's front end says
+    answers: list[list[int]] = field(default_factory=list)  # of completed turns
+    logprobs: list[list[Any]] = field(default_factory=list)  # of their tokens, if requested
+    reasons: list[tuple[str, Any]] = field(default_factory=list)  # finish reason and stop reason
+    finished: bool = False  # as reported by the engine's front end
     _new: list[int] = field(default_factory=list)
     _new_logprobs: list[Any] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class Session:
         params: SamplingParams | None = None,
         salt: str | None = None,
     ) -> None:
-        """Sends a turn, which begins when the one before has ended."""
+        """Sends a turn, which starts when the previous one has ended."""
         request = self._request(tokens, params or self.params, resumable=True, salt=salt)
         request.external_req_id = self.name
         self._add(request)
@@ -105,14 +105,14 @@ class Session:
         return self.answers[-1]
 
     def close(self) -> None:
-        """There is no other turn."""
+        """Ends the session."""
         if not self.finished:
             self._add(self._final)
 
     def _add(self, request: Any) -> None:
         engine = self.llm.llm_engine
         engine.output_processor.add_request(request, None, None, 0, None)
-        # In another process it is another list; both sides lengthen theirs with each turn.
+        # In another process it is another list; both sides extend theirs with each turn.
         sent = copy(request)
         sent.prompt_token_ids = list(request.prompt_token_ids)
         engine.engine_core.add_request(sent)
@@ -132,7 +132,7 @@ class Session:
 def step_until(
     llm: LLM, sessions: Iterable[Session], done: Callable[[], bool]
 ) -> list[RequestOutput]:
-    """Steps until all is as `done` says; outputs of requests that are no session's."""
+    """Steps until `done` is true for all; returns outputs of other requests."""
     by_name, others = {session.name: session for session in sessions}, []
     deadline = time.monotonic() + 120
     while not done():
@@ -146,12 +146,12 @@ def step_until(
 
 
 def play(llm: LLM, scripts: dict[Session, Sequence[Sequence[int]]], ahead: bool = False) -> None:
-    """Plays sessions at once to their ends.
+    """Plays sessions concurrently to their ends.
 
     Args:
         llm: the engine.
-        scripts: the turns of each.
-        ahead: sends all turns at first; else each when the one before has been answered.
+        scripts: turns of each session.
+        ahead: send all turns at first; otherwise each after the previous answer.
     """
     sent = dict.fromkeys((session.name for session in scripts), 0)  # turns, and then the end
 
@@ -174,7 +174,7 @@ def play(llm: LLM, scripts: dict[Session, Sequence[Sequence[int]]], ahead: bool 
 
 
 def ask_once(llm: LLM, text: Sequence[int], params: SamplingParams) -> Session:
-    """A request of its own, answered; `LLM.generate` returns when no session is open."""
+    """Sends an ordinary request; `LLM.generate` only returns if no session is open."""
     request = Session(llm, f"once {time.monotonic()}", params)
     request.ask(text)
     request.close()
@@ -182,6 +182,6 @@ def ask_once(llm: LLM, text: Sequence[int], params: SamplingParams) -> Session:
 
 
 def held_rows(llm: LLM) -> int:
-    """Requests that the worker knows: they have a row, or count as preempted."""
+    """Returns the number of requests known to the worker, running or preempted."""
     (held,) = llm.collective_rpc(lambda worker: worker.num_requests)
     return int(held)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas that share what is in their pools: in this process, over the real transport."""
+"""In-process replicas that share their pools over the real transport."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ _NUMBERS = count()
 
 
 def core_of(llm: LLM) -> Any:
-    """The engine core of an engine in this process."""
+    """Returns the engine core of an in-process engine."""
     return llm.llm_engine.engine_core.engine_core
 
 
 def peer_metrics(llm: LLM) -> PeerMetrics:
-    """What an engine's peers and pool have done; engines in one process share vLLM's counters."""
+    """Returns an engine's peer metrics; engines in one process share vLLM's counters."""
     return peer_store(llm).metrics()
 
 
 def pins(llm: LLM) -> int:
-    """Blocks of an engine's pool that are kept for others."""
+    """Returns the number of pool blocks that are kept for peers."""
     return len(core_of(llm).scheduler.connector.pins)
 
 
 def tokens_of(output: RequestOutput) -> list[int]:
-    """The tokens of an answer."""
+    """Returns an answer's tokens."""
     return list(output.outputs[0].token_ids)
 
 
 @dataclass(frozen=True)
 class Served:
-    """What came of a request."""
+    """A request's answer, and its sources."""
 
     tokens: list[int]
-    cached: int  # tokens of its prompt that were not computed
-    pulled: int  # pages that came from peers
+    cached: int  # prompt tokens that were not computed
+    pulled: int  # pages pulled from peers
 
 
 def alone(model: str, prompts: Sequence[list[int]], max_tokens: int = 12, **options: Any) -> Any:
-    """What one engine makes of each, all at once."""
+    """Returns a single engine's outputs for all prompts, sent at once."""
     with role_engine(model, None, **options) as llm:
         outputs = llm.generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
@@ -63,7 +63,7 @@ def alone(model: str, prompts: Sequence[list[int]], max_tokens: int = 12, **opti
 
 @contextmanager
 def patience() -> Iterator[None]:
-    """Nobody is given up while a test runs, however slow the machine: all timeouts are a minute."""
+    """Sets all timeouts to a minute, so that slow machines give up no peer."""
     kinds = [each for each in vars(limits).values() if isinstance(each, limits.Timeouts)]
     names = ("connect", "no_progress", "wait")
     before = [{name: getattr(each, name) for name in names} for each in kinds]
@@ -79,18 +79,18 @@ def patience() -> Iterator[None]:
 
 
 class Replicas:
-    """Engines each of which asks all others; all make steps in turns, as if each had a process.
+    """Engines that all contact each other, stepping in turn as if each had its own process.
 
-    One that others wake makes steps as a server's engine does: see `test_engine_wake.py`.
+    A woken one steps as a server's engine does: see `test_engine_wake.py`.
     """
 
     def __init__(self, model: str, number: int, share: bool = True, **options: Any) -> None:
         """
         Args:
-            model: of all.
-            number: of engines.
-            share: whether they ask each other.
-            options: of each engine.
+            model: the model of all engines.
+            number: number of engines.
+            share: whether they contact each other.
+            options: options of each engine.
         """
         self._make = model, number, share, options
         self._shares = share
@@ -107,7 +107,7 @@ class Replicas:
             if share:
                 peers = [f"127.0.0.1:{port}" for n, port in enumerate(ports) if n != index]
                 settings = {"listen": f"127.0.0.1:{ports[index]}", "share": "pool", "peers": peers}
-                settings |= {"pull": "always"}  # whatever is faster here
+                settings |= {"pull": "always"}  # even if computing is faster
                 role = {"extra": settings | extra}
             llm = self._stack.enter_context(
                 role_engine(model, "kv_both" if share else None, **role, **options)
@@ -126,7 +126,7 @@ class Replicas:
         return self.engines[index]
 
     def step(self) -> list[tuple[int, Any]]:
-        """A step of each that has something to do; what has ended, and whose it is."""
+        """Steps each engine that has work; returns (engine, output) of ended requests."""
         ended = []
         for index, llm in enumerate(self.engines):
             core = core_of(llm)
@@ -136,7 +136,7 @@ class Replicas:
         return ended
 
     def begin(self, index: int, prompt: list[int], max_tokens: int = 12) -> str:
-        """Sends a request to an engine; its id."""
+        """Sends a request to an engine; returns its id."""
         req_id = f"r{next(_NUMBERS)}"
         self.engines[index].llm_engine.add_request(
             req_id, TokensPrompt(prompt_token_ids=prompt), greedy(max_tokens)
@@ -144,7 +144,7 @@ class Replicas:
         return req_id
 
     def run(self, *req_ids: str) -> dict[str, RequestOutput]:
-        """Steps until these have ended; the outputs of all that did, by id."""
+        """Steps until these requests have ended; returns the outputs of all ended ones by id."""
         found: dict[str, RequestOutput] = {}
         deadline = time.monotonic() + 240
         while not found.keys() >= set(req_ids):
@@ -154,7 +154,7 @@ class Replicas:
         return found
 
     def run_out(self) -> None:
-        """Steps until none has anything to do, nor keeps a block for a peer."""
+        """Steps until no engine has work or keeps a block for a peer."""
         deadline = time.monotonic() + 240
         while True:
             self._run_out()
@@ -165,7 +165,7 @@ class Replicas:
                 return
 
     def _run_out(self) -> None:
-        """Goes on for the word of a peer to come."""
+        """Keeps stepping until peers' messages have arrived."""
         quiet = time.monotonic()
         while time.monotonic() < quiet + 0.2:
             if any(core_of(each).scheduler.has_requests() for each in self.engines):
@@ -177,7 +177,7 @@ class Replicas:
                 time.sleep(0.01)
 
     def ask(self, index: int, prompt: list[int], max_tokens: int = 12) -> Served:
-        """An engine's greedy answer, while the others do what it asks of them."""
+        """Returns an engine's greedy answer, while the others serve its requests."""
         before = self._fetched(index)
         req_id = self.begin(index, prompt, max_tokens)
         output = self.run(req_id)[req_id]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that are told of little memory, and what their steps take of it."""
+"""Runs engines with limited memory, and measures the memory of their steps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Played:
-    """What the steps of an engine took."""
+    """Measurements of an engine's steps."""
 
-    limit: int  # bytes that the engine holds MLX to
-    peaks: list[int]  # of each step, what MLX held at most
-    rows: list[int]  # of each step
-    drafts: list[int]  # of each step's rows, those that were verified
-    requests: list[int]  # of each step
-    blocks: int  # of the pool
+    limit: int  # MLX's memory limit in bytes
+    peaks: list[int]  # peak of MLX's memory in each step
+    rows: list[int]  # tokens of each step
+    drafts: list[int]  # verified drafts of each step
+    requests: list[int]  # requests of each step
+    blocks: int  # blocks in the pool
 
     @property
     def ratio(self) -> float:
@@ -32,7 +32,7 @@ class Played:
 
 
 def options(share: int, **settings: Any) -> dict[str, Any]:
-    """Of an engine that measures its own pool, and may take `share` bytes of this machine."""
+    """Returns options of an engine that sizes its own pool, for `share` bytes of this machine."""
     return {
         "kv_cache_memory_bytes": None,
         "gpu_memory_utilization": share / psutil.virtual_memory().total,
@@ -42,7 +42,7 @@ def options(share: int, **settings: Any) -> dict[str, Any]:
 
 
 def ngram(num_drafts: int) -> dict[str, Any]:
-    """As many drafts as may be, wherever a token has come before."""
+    """Returns n-gram speculation with as many drafts as possible at every repeated token."""
     return {
         "method": "ngram",
         "num_speculative_tokens": num_drafts,
@@ -52,10 +52,10 @@ def ngram(num_drafts: int) -> dict[str, Any]:
 
 
 def play(model: str, prompts: Sequence[list[int]], max_tokens: int, **settings: Any) -> Played:
-    """Serves all prompts at once, and looks at MLX's memory after every step.
+    """Serves all prompts at once, and reads MLX's memory after every step.
 
-    A peak is of what is alive, freed buffers aside, from one step's results to the next one's; MLX
-    counts what it has queued as well.
+    A peak counts live buffers, without freed ones, between two steps' results; MLX
+    also counts queued operations.
     """
     with engine(model, **settings) as llm:
         return _played(llm, prompts, max_tokens)
@@ -92,7 +92,7 @@ def _played(llm: LLM, prompts: Sequence[list[int]], max_tokens: int) -> Played:
 def play_in_the_least(
     model: str, prompts: Sequence[list[int]], max_tokens: int, share: int, **settings: Any
 ) -> Played:
-    """The same on the first device that is large enough: each has a quarter more than the last."""
+    """Runs `play` on the first large enough device, each a quarter larger than the last."""
     while True:
         try:
             return play(model, prompts, max_tokens, **options(share, **settings))

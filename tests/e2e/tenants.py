@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `vllm serve` with tenants and kept answers, and clients of it that carry keys."""
+"""Runs `vllm serve` with tenants and a response cache, and clients with keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_metal.serving import tenants_file
 
-#: Far more than the other requests of these tests take, and far less than the longest one.
+#: Far more than other requests of these tests take, and far less than the longest one.
 TIMEOUT_S = 20
 MAX_MODEL_LEN = 32768
 SPECULATION = {"method": "suffix", "num_speculative_tokens": 4}
@@ -32,32 +32,32 @@ path = "answers"
 
 @dataclass(frozen=True)
 class Tenants:
-    """A server, the keys of its tenants, and that of /metrics."""
+    """A server with its tenants' keys and the key of /metrics."""
 
     server: Server
     keys: dict[str, str]
     client: httpx.Client
 
     def ask(self, tenant: str, path: str = "/v1/completions", **fields: object) -> httpx.Response:
-        """A greedy request."""
+        """Sends a greedy request."""
         body = {"model": "m", "temperature": 0} | fields
         return self.send("POST", path, self.keys[tenant], json=body)
 
     def fresh(self, tenant: str, path: str = "/v1/completions", **fields: object) -> httpx.Response:
-        """The same, and the engine answers."""
+        """Sends a greedy request that bypasses the response cache."""
         body = {"model": "m", "temperature": 0} | fields
         more = {"Cache-Control": "no-cache"}
         return self.send("POST", path, self.keys[tenant], json=body, headers=more)
 
     def send(self, method: str, path: str, key: str | None, **options: object) -> httpx.Response:
-        """Any request."""
+        """Sends any request."""
         headers = dict(options.pop("headers", {}))  # type: ignore[call-overload]
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
         return self.client.request(method, f"{self.server.url}{path}", headers=headers, **options)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Sum of the samples that carry the labels; 0 where there is none yet."""
+        """Sums the samples that carry the labels; 0 if there are none yet."""
         text = self.send("GET", "/metrics", self.keys["metrics"]).text
         return sum(
             sample.value
@@ -72,12 +72,12 @@ def write_settings(
     names: Sequence[str] = ("acme", "other"),
     limits: str = f"timeout_s = {TIMEOUT_S}\n",
 ) -> dict[str, str]:
-    """Writes what the server reads, into an empty folder; returns the keys.
+    """Writes the server's settings into an empty folder; returns the keys.
 
     Args:
-        folder: for the settings, and all that they name.
-        names: of tenants.
-        limits: the settings' first lines.
+        folder: folder for the settings and the files they name.
+        names: tenants.
+        limits: first lines of the settings.
     """
     (folder / "serving.toml").write_text(limits + _SETTINGS)
     secret = folder / "secret"
@@ -89,7 +89,7 @@ def write_settings(
 
 
 def identities(folder: Path) -> dict[str, str]:
-    """What salts are derived from, by tenant."""
+    """Returns the tenants' identities that salts are derived from."""
     return {key.tenant: key.identity for key in tenants_file.read(folder / "tenants.json")}
 
 
@@ -102,21 +102,21 @@ def serve_tenants(
     more: Sequence[str] = (),
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Tenants]:
-    """Runs a server on what `write_settings` wrote, with a cache on disk and suffix decoding.
+    """Runs a server with settings of `write_settings`, a disk cache and suffix decoding.
 
     Args:
-        model: its folder.
-        folder: that `write_settings` wrote to.
-        keys: that it returned.
-        log: the name of a file in the folder.
-        more: of the command line.
-        environment: variables to add.
+        model: model folder.
+        folder: folder that `write_settings` wrote to.
+        keys: keys that it returned.
+        log: name of the log file in the folder.
+        more: more command-line options.
+        environment: additional variables.
     """
     ours = {
         "prefix_cache_dir": str(folder / "disk"),
         "prefix_cache_bytes": "200MB",
         "prefix_cache_salt_key": str(folder / "secret"),
-        "fixed_draft_length": True,  # else counts of drafts depend on how long steps take
+        "fixed_draft_length": True,  # otherwise draft counts depend on the duration of steps
     }
     options = [
         *("--served-model-name", "m", "--max-model-len", str(MAX_MODEL_LEN)),
@@ -140,10 +140,10 @@ def serve_tenants(
 
 
 def wait_until_answers_are_kept(running: Tenants) -> None:
-    """The server reads its weights first, in the background.
+    """Waits until the server has hashed its weights, which it does in the background.
 
     Raises:
-        AssertionError: it did not end in time.
+        AssertionError: it did not finish in time.
     """
     deadline = time.monotonic() + 240
     while running.ask("acme", prompt="Once", max_tokens=1).headers["x-cache"] == "BYPASS":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of many kinds, and clients that misbehave in many ways: the same for the same seed."""
+"""Draws varied requests and misbehaving clients from a seed."""
 
 import asyncio
 import json
@@ -11,28 +11,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-#: What a client does. Of "hangs up ..." there are three places.
+#: Client behaviors. There are three places to hang up.
 Manner = Literal[
     "reads", "reads slowly", "never reads", "sends slowly", "never ends its body",
     "hangs up in its body", "hangs up at once", "hangs up in the answer",
 ]  # fmt: skip
-#: In prompts and in names of tools and models: nothing of it may be in a log.
+#: In prompts and in names of tools and models: must not appear in a log.
 MARK = "purple elephant"
-CLIENT_SALTS = ("", "my-own-salt", "x", MARK)  # the last two where any text may stand
-_ABORTED = 0.3  # of requests
+CLIENT_SALTS = ("", "my-own-salt", "x", MARK)  # the last two where any text is allowed
+_ABORTED = 0.3  # share of requests
 _RARE: tuple[Manner, ...] = ("reads slowly", "never reads", "sends slowly", "never ends its body")
 _HANGS_UP: tuple[Manner, ...] = (
     *("hangs up in its body", "hangs up at once"),
     *("hangs up in the answer",) * 3,
 )
-_PATIENCE_S = 60.0  # of a client that waits for an end that never comes
+_PATIENCE_S = 60.0  # timeout of a client that waits for an end
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One request."""
+    """A planned request."""
 
-    tenant: str | None  # None: it has a key that is none
+    tenant: str | None  # None: an invalid key
     path: str
     body: bytes
     manner: Manner = "reads"
@@ -41,28 +41,28 @@ class Planned:
 
 @dataclass(frozen=True)
 class Seen:
-    """What became of it."""
+    """The result of a request."""
 
     planned: Planned
-    status: int | None  # None: the client did not stay for it
+    status: int | None  # None: the client left before it
     seconds: float  # from the last byte sent to the last one read
     headers: bytes = b""
     body: bytes = b""
 
 
 def plan(number: int, tenants: Sequence[str], seed: int) -> Iterator[list[Planned]]:
-    """Groups of requests; those of one group are twins, to be sent at once.
+    """Yields groups of identical requests, to be sent at once.
 
     Args:
-        number: of requests in all.
-        tenants: whose requests they are.
-        seed: of the generator.
+        number: total number of requests.
+        tenants: their tenants.
+        seed: seed of the generator.
     """
     rng, made = random.Random(seed), 0
     while made < number:
         one = _request(rng, rng.choice(tenants), made)
         group = [one]
-        if rng.random() < 0.08:  # the others are there to the end, whatever the first does
+        if rng.random() < 0.08:  # the others stay, whatever the first does
             others = min(rng.choice((1, 2, 4)), number - made - 1)
             group += [replace(one, manner="reads")] * others
         made += len(group)
@@ -74,7 +74,7 @@ def _request(rng: random.Random, tenant: str, number: int) -> Planned:
     path, fields = api(rng, f"Tell of the {MARK} {rng.randrange(40) if _odds(rng, 2) else number}.")
     manner = _manner(rng)
     if manner == "never reads":  # an answer that fills the buffers of both sockets
-        text = MARK + "=" * 60_000  # 64 of them are a token
+        text = MARK + "=" * 60_000  # 64 of these are one token
         long = {"prompt": text, "max_tokens": 1, "echo": True, "n": 40, "seed": 5}
         path, fields = "/v1/completions", {"model": "m", **long}
     elif rng.random() < 0.01:  # longer than the time limit
@@ -135,7 +135,7 @@ def _chat(rng: random.Random, text: str) -> tuple[str, dict[str, Any]]:
     fields = _sampled(rng) | {"messages": [{"role": "user", "content": text}]}
     if "logprobs" in fields:
         fields |= {"logprobs": True, "top_logprobs": 2}
-    if _odds(rng, 12):  # arguments that are no JSON
+    if _odds(rng, 12):  # arguments that are not JSON
         call = {"name": MARK, "arguments": "{"}
         calls = [{"id": MARK, "type": "function", "function": call}]
         fields["messages"].append({"role": "assistant", "tool_calls": calls})
@@ -161,7 +161,7 @@ def _responses(rng: random.Random, text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _malformed(rng: random.Random, fields: dict[str, Any], body: bytes) -> bytes:
-    """A body that vLLM, or what stands before it, refuses or reads in a way of its own."""
+    """Returns a body that vLLM or the middleware rejects or reads in a special way."""
     name = rng.choice([*fields, "n", "stop", "tools", "response_format", "cache_salt"])
     wrong = rng.choice((None, "", "x", -1, 0, 2**70, [], {}, [{}] * 50, {"a": [1]}, MARK, True))
     return rng.choice(
@@ -182,14 +182,14 @@ def _malformed(rng: random.Random, fields: dict[str, Any], body: bytes) -> bytes
 
 @dataclass
 class Clients:
-    """Sends groups, so many at a time."""
+    """Sends groups with limited concurrency."""
 
     url: str
     keys: Mapping[str, str]
     seen: list[Seen] = field(default_factory=list)
 
     async def run(self, groups: Iterator[list[Planned]], at_once: int) -> None:
-        """Sends all; their ends are in `seen`."""
+        """Sends all groups; their results are in `seen`."""
 
         async def work() -> None:
             for group in groups:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make fuzz`: seeds until a number of requests is served, or the one seed that is given."""
+"""Runs `make fuzz`: seeds until a number of requests is served, or one given seed."""
 
 import argparse
 import faulthandler
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cpu import use_cpu
 
-# Before anything imports MLX or vLLM: the CPU device, and an engine in this process.
+# Before MLX or vLLM is imported: the CPU device, and an in-process engine.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -27,11 +27,11 @@ from e2e.fuzz.traffic import SIMPLER, Run, cut, draw  # noqa: E402
 
 from vllm_metal.platform.metal_platform import MetalPlatform  # noqa: E402
 
-_LONGEST_RUN_S = 600  # 100 times what a run takes: it hangs, and Python's stacks say where
+_LONGEST_RUN_S = 600  # 100 times a normal run: on a hang, prints Python's stacks
 
 
 def main() -> int:
-    """Exit status: 1 where a run failed."""
+    """Returns the exit status: 1 if a run failed."""
     options = _options()
     if options.loading:
         from e2e.fuzz import loading
@@ -102,7 +102,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--disk", action="store_true", help="with a prefix cache on disk; each seed is played twice"
     )
-    parser.add_argument("--disk-folder", nargs=3, help=argparse.SUPPRESS)  # of one to be killed
+    parser.add_argument("--disk-folder", nargs=3, help=argparse.SUPPRESS)  # for a kill
     parser.add_argument("--requests", type=int, default=10_000, help="how many to serve in all")
     parser.add_argument(
         "--loading", type=int, default=0, help="in place of traffic, so many random folders"

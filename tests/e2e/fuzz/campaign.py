@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeds one after the other: played, judged, and made small where they fail."""
+"""Runs seeds one after another, judges them, and reduces failures."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from e2e.harness import Dense
 from e2e.test_quantized_cache import TIE as TIE_OF_CODES
 from e2e.test_quantized_cache import QuantizedDense
 
-#: Two logits of the tiny models, which range over some 13, move by less than 1e-5 when batches sum
-#: them in another order; next to each other they are some 1e-2 apart.
+#: Logits of the tiny models, with a range of about 13, change by less than 1e-5 with the batch's
+#: summation order; adjacent ones are about 1e-2 apart.
 TIE = 1e-4
 _COUNTERS = {
     "preemptions": "vllm:num_preemptions",
@@ -35,16 +35,16 @@ _COUNTERS = {
     "evicted files": "vllm:prefix_cache_disk_evicted",
     "bad files": "vllm:prefix_cache_disk_corrupt",
 }
-#: Bytes that a disk may hold, by seed in turn: a few of the pages of a run, or all of them. A page
+#: Disk limits in bytes, by seed in turn: a few pages of a run, or all. A page
 #: takes 8 KiB, or twice that in blocks of 32.
 LIMITS = (200_000, 600_000, 1 << 30)
-#: Of so many seeds, one is played first by a process that is killed in the midst of writing.
+#: One in this many seeds is first run by a process that is killed while writing.
 KILLED_OF = 10
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What is wrong with a run, and the line that shows it again."""
+    """A failing run's problem, and the command that reproduces it."""
 
     problem: Problem
     part: Part
@@ -55,7 +55,7 @@ class Failure:
 
 
 def reproduction(part: Part, disk: bool = False) -> str:
-    """The command, in the repository root, that plays a part of a run."""
+    """Returns the command, for the repository root, that runs a part of a run."""
     only = ",".join(map(str, part.only))
     without = f" --without {','.join(part.without)}" if part.without else ""
     on_disk = " --disk" if disk else ""
@@ -63,12 +63,12 @@ def reproduction(part: Part, disk: bool = False) -> str:
 
 
 def _limit(seed: int) -> int:
-    """Of LIMITS; each is drawn with each of CACHES, which take turns by seed, too."""
+    """Returns one of LIMITS; each occurs with each of CACHES, which also take turns by seed."""
     return LIMITS[(seed + seed // len(CACHES)) % len(LIMITS)]
 
 
 def key_in(folder: str) -> Path:
-    """A file with a secret of a server's."""
+    """Writes a server's secret into a file."""
     key = Path(folder) / "key"
     key.write_text("0123456789abcdef" * 2)
     key.chmod(0o600)
@@ -77,11 +77,11 @@ def key_in(folder: str) -> Path:
 
 @dataclass
 class Campaign:
-    """Runs on models of one folder.
+    """Runs on the models of one folder.
 
-    totals: what the runs had of each thing that they are there to try; tie: see Judge. disk:
-    whether two engines play each run, one after the other, with one prefix cache on disk; kills:
-    whether a process that is killed does so before, at times.
+    totals: counts of everything that the runs should cover; tie: see Judge. disk:
+    whether each run is played by two engines in sequence that share a disk prefix cache; kills:
+    whether some runs are first played by a process that is killed.
     """
 
     models: Path
@@ -92,7 +92,7 @@ class Campaign:
     _judges: dict[tuple[str, str], Judge] = field(default_factory=dict)
 
     def examine(self, run: Run) -> Problem | None:
-        """The first problem of a run, if there is one."""
+        """Returns a run's first problem, or None."""
         if not self.disk:
             return self._examine(run, None, None)
         with tempfile.TemporaryDirectory() as scratch:
@@ -113,7 +113,7 @@ class Campaign:
         return self.kills and run.seed % KILLED_OF == 0
 
     def _kill_one(self, run: Run, disk: Disk) -> None:
-        """Has a process play the run, and kills it once it has written some files."""
+        """Plays the run in a process, and kills it after it has written some files."""
         options = [str(run.seed), "--disk-folder", str(disk.folder), str(disk.max_bytes)]
         process = subprocess.Popen(
             [sys.executable, "-m", "e2e.fuzz", *options, str(disk.key)],
@@ -137,7 +137,7 @@ class Campaign:
         judge = self._judge(run.setting)
         before = judge.tokens, judge.ties
         killed = disk is not None and self._kills(run)
-        # Of other models, only some blocks of a text are kept; of a draft model's, not the last.
+        # Other models store only some blocks of a text; a draft model, all but the last.
         kept = disk is not None and disk.max_bytes == LIMITS[-1] and not killed
         kept = kept and run.setting.model == "full" and run.setting.method != "draft_model"
         problem = next(judge.problems(run, outcome, outcomes, killed, kept), None)
@@ -162,7 +162,7 @@ class Campaign:
         progress: Callable[[Run], None] = lambda run: None,
         most_replays: int = MOST_REPLAYS,
     ) -> Failure | None:
-        """Examines runs until one fails, which is then made small."""
+        """Examines runs until one fails; reduces that one."""
         for run in runs:
             progress(run)
             if (problem := self.examine(run)) is not None:
@@ -170,7 +170,7 @@ class Campaign:
         return None
 
     def explain(self, run: Run, problem: Problem, most_replays: int = MOST_REPLAYS) -> Failure:
-        """A small part of a failing run, and what is wrong with that part."""
+        """Reduces a failing run to a small part; returns that part's problem."""
         newest = problem
 
         def fails(part: Run) -> bool:

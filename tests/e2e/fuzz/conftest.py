@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of a session's runs."""
+"""Provides the models of a test session's runs."""
 
 import pytest
 from e2e.fuzz.campaign import Campaign

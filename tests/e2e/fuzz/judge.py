@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a run's tokens are right, by what knows nothing of batches, blocks or drafts.
+"""Judges a run's tokens with a reference that has no batches, blocks or drafts.
 
-The logits are mlx-lm's, of the whole text of one request at a time. A greedy token must be their
-argmax. Any other is what the sampler makes of these logits in a process of its own account: one
-request, one row, at the position that the text says. By induction over the tokens that is the text
-that the request gets when it is alone.
+Logits are mlx-lm's for the whole text of one request at a time. A greedy token must be their
+argmax. Any other token must be what the sampler makes of these logits in a separate
+batch: one request, one row, at the text's position. By induction over the tokens, that is the text
+that the request would get alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_metal.engine.sample import Sampler
 
 
 class Logits(Protocol):
-    """Where right logits come from."""
+    """A source of reference logits."""
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """[len(tokens), V] float32."""
@@ -35,7 +35,7 @@ class Logits(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong. kind: the same for all of its sort. request: its index; None: the engine."""
+    """A problem. kind: equal for similar problems. request: its index; None: the engine."""
 
     kind: str
     request: int | None
@@ -46,8 +46,8 @@ class Problem:
 class Judge:
     """Judges runs of one model.
 
-    tie: two logits this near are as good as equal, for batches sum them in another order.
-    ties: what had to be forgiven so far, as a count.
+    tie: logits this close count as equal, because batches sum them in another order.
+    ties: number of such ties so far.
     """
 
     folder: str
@@ -68,14 +68,14 @@ class Judge:
         killed: bool = False,
         kept: bool = False,
     ) -> Iterator[Problem]:
-        """What is wrong with a run that went to its end.
+        """Yields the problems of a completed run.
 
         Args:
-            run: what was to be done.
-            outcome: what came of it.
-            before: of engines that had the same disk; None: it had none.
-            killed: whether an engine that played the same run was killed before them.
-            kept: whether all that these have written is still there.
+            run: the plan.
+            outcome: its results.
+            before: engines that used the same disk earlier; None: no disk.
+            killed: whether an engine that played the same run was killed earlier.
+            kept: whether everything that these have written is still there.
         """
         for served in outcome.served:
             found = [
@@ -115,7 +115,7 @@ class Judge:
             choice = alone.choose(row, tokens[:place])
             if choice == token:
                 continue
-            # Were it a matter of rounding, a little more for the one or less for the other decides.
+            # If only rounding matters, a small change of either logit decides.
             for changed, by in ((token, self.tie), (choice, -self.tie)):
                 nudged = row.copy()
                 nudged[changed] += by
@@ -124,7 +124,7 @@ class Judge:
                     break
             else:
                 yield place, choice
-                return  # what follows a wrong token is right or wrong by accident
+                return  # tokens after a wrong one are meaningless
 
     def _prompt_logprobs(self, served: Served) -> Iterator[tuple[str, str]]:
         if served.request.options.get("prompt_logprobs") is None or not served.samples:
@@ -141,7 +141,7 @@ class Judge:
 
 
 class _Alone:
-    """The sampler with a single request, asked for one token at a time."""
+    """Runs the sampler with a single request, one token at a time."""
 
     def __init__(self, vocab: int, prompt: list[int], params: SamplingParams) -> None:
         self._prompt, self._params = prompt, params
@@ -162,7 +162,7 @@ class _Alone:
         self._sampler = None if self._greedy else Sampler(vocab, 1)
 
     def choose(self, row: np.ndarray, output: list[int]) -> int:
-        """The token after `output`, from its logits [V]."""
+        """Returns the token after `output`, from its logits [V]."""
         if self._sampler is None:
             return int(row.argmax())
         self._sampler.remove_request(0)
@@ -172,7 +172,7 @@ class _Alone:
 
 
 def _params(served: Served, index: int, tokenizer: Any) -> SamplingParams:
-    """Of one sample of a request, as vLLM's engine completes them."""
+    """Returns one sample's parameters as vLLM's engine completes them."""
     params = copy(SamplingParams(**served.request.options))
     if params.seed is not None:
         params.seed += index
@@ -188,7 +188,7 @@ def _wrong_logprobs(entry: dict[int, Any], row: np.ndarray, tie: float) -> str |
     for token, given in entry.items():
         if abs(given.logprob - exact[token]) > 2 * tie:
             return f"log p({token}) is {given.logprob}, not {exact[token]}"
-        # Its rank counts those above it, give or take ties.
+        # Its rank counts higher logits, up to ties.
         lowest, highest = ((exact > exact[token] + by).sum() + 1 for by in (2 * tie, -2 * tie))
         if not lowest <= given.rank <= highest:
             return f"rank of {token} is {given.rank}, not {lowest} to {highest}"
@@ -196,7 +196,7 @@ def _wrong_logprobs(entry: dict[int, Any], row: np.ndarray, tie: float) -> str |
 
 
 def _wrong_end(sample: CompletionOutput, params: SamplingParams, room: int) -> str | None:
-    """Why a finished sample should have ended elsewhere; `room` tokens fit in max_model_len."""
+    """Returns why a sample should have ended elsewhere; `room`: tokens left in max_model_len."""
     tokens = list(sample.token_ids)
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else params.all_stop_token_ids)
     first = next(
@@ -220,17 +220,17 @@ def _wrong_end(sample: CompletionOutput, params: SamplingParams, room: int) -> s
 def _cached(
     served: Served, run: Run, outcome: Outcome, before: Sequence[Outcome] | None, killed: bool
 ) -> Iterator[tuple[str, str]]:
-    """Whether a prefix hit can come from those whose texts the request may share."""
+    """Yields prefix hits that no request with a shareable text explains."""
     if not served.cached:
         return
     prompt, size = served.prompt, run.setting.block_tokens
-    # A disk may have the last token's block as well; that token is computed all the same.
+    # A disk may also have the last token's block; that token is still computed.
     all_but_last = before is not None and served.cached == len(prompt) - 1
     longest = len(prompt) - (before is None)
     if (served.cached % size and not all_but_last) or served.cached > longest:
         yield "cached", f"{served.cached} tokens of a prompt of {len(prompt)} were cached"
     if served.num_samples > 1 or killed:
-        return  # they share the prompt among themselves; or nobody knows what was left on disk
+        return  # samples share the prompt; or the disk's contents are unknown
     forgotten = max((step for step in outcome.resets if step <= served.added), default=0)
     kept = before is not None and (served.request.salt is None or keeps(served.request.salt))
     sources = [
@@ -256,12 +256,12 @@ def _cached(
 
 
 def _missed(served: Served, run: Run, before: Sequence[Outcome]) -> Iterator[tuple[str, str]]:
-    """Whether a block was computed again that an earlier engine has left on disk."""
+    """Yields blocks that were recomputed although an earlier engine had left them on disk."""
     salt, size = served.request.salt, run.setting.block_tokens
     if served.cached is None or not (salt is None or keeps(salt)):
         return
     if served.request.options.get("prompt_logprobs") is not None:
-        return  # all of its prompt is computed
+        return  # its whole prompt is computed
     texts = [
         [*other.prompt, *sample.token_ids][:-1]  # the last token was never computed
         for outcome in before
@@ -279,6 +279,6 @@ def _samples_or_none(served: Served) -> list[Any]:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both start with."""
+    """Returns the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

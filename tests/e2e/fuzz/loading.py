@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random folders: what their files and their config.json say is what is computed.
+"""Checks that random model folders are computed as their files and config.json say.
 
-Traffic (`traffic.py`) is judged by the same loaded model, and would not see a fault of loading.
+Traffic (`traffic.py`) is judged by the same loaded model, and cannot detect loading errors.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from vllm_metal.engine.weights.layers import dense_rows
 
 DTYPES = {mx.float32: None, mx.float16: 0, mx.bfloat16: 1}
 TOWERS = ("gemma3", "gemma4", "llava", "mistral3", "qwen3_vl")
-#: Of how far logits move if each weight is rounded once more: two computations in float32 differ by
-#: up to 1.4 of it (120 seeds). It is about 5e-6, and up to 3e-4 for Gemma 4, which does not divide
-#: scores by the root of the head size (where that is done: 5e-6).
+#: Limit relative to the change of logits if each weight is rounded once more: two float32
+#: computations differ by up to 1.4 of it (120 seeds). It is about 5e-6, and up to 3e-4 for Gemma 4,
+#: which does not divide scores by the root of the head size (with that division: 5e-6).
 ROUNDINGS = 4
-KEYS = 12  # of a seed: a model is made for them
+KEYS = 12  # per seed, because each model serves several
 
 
 def weights_of_a_format(rng: np.random.Generator, folder: Path) -> str | None:
-    """Packed weights in any dtype of activations are those that the file stands for."""
+    """Packed weights, in any activation dtype, equal those in the file."""
     name = str(rng.choice(list(FORMATS)))
     form, dtype = FORMATS[name], list(DTYPES)[int(rng.integers(len(DTYPES)))]
     write(make(FAMILIES["llama"], **SIZES), folder)
@@ -59,7 +59,7 @@ def weights_of_a_format(rng: np.random.Generator, folder: Path) -> str | None:
         expected = dense[f"{path}.weight"].numpy()
         error = np.array(dense_rows(module)) - expected
         allowed, place = form.error, DTYPES[dtype]
-        if place is not None and module.scales.dtype != mx.uint8:  # else they are in no dtype of it
+        if place is not None and module.scales.dtype != mx.uint8:  # else not in that dtype
             allowed += form.rounding[place]
         relative = float(np.sqrt(np.mean(error**2) / np.mean(expected**2)))
         if not relative <= allowed:
@@ -68,7 +68,7 @@ def weights_of_a_format(rng: np.random.Generator, folder: Path) -> str | None:
 
 
 def keys_left_out(rng: np.random.Generator, folder: Path) -> str | None:
-    """Keys that are absent, null or their class's default mean what transformers takes them for."""
+    """Keys that are absent, null or default mean the same as in transformers."""
     original = toy(str(rng.choice(READ)), folder / "published")
     changes = original.omissions()
     for index in rng.choice(len(changes), KEYS, replace=False).tolist():
@@ -79,7 +79,7 @@ def keys_left_out(rng: np.random.Generator, folder: Path) -> str | None:
 
 
 def images(rng: np.random.Generator, folder: Path) -> str | None:
-    """A prompt with images in chunks has transformers' logits."""
+    """Prompts with images in chunks give transformers' logits."""
     made = Toy(str(rng.choice(TOWERS)), folder)
     prompt = Prompt().say(*made.words(int(rng.integers(1, 9))))
     for count in range(int(rng.integers(1, 3))):
@@ -100,12 +100,12 @@ def images(rng: np.random.Generator, folder: Path) -> str | None:
 
 
 def drafts_beside_images(rng: np.random.Generator, folder: Path) -> str | None:
-    """Tokens stay, and drafts are right, whatever is in a prompt and wherever its chunks end."""
+    """Tokens and drafts stay right for any prompt and any chunk boundaries."""
     case, chunk = str(rng.choice(list(IMAGE_DRAFTS))), int(rng.integers(28, 90))
     toy = write_drafting(folder, case, num_drafts=int(rng.integers(1, 4)))
     prompts = []
     for index in range(3):
-        parts: list[str] = [chr(65 + index)]  # no prompt begins as another
+        parts: list[str] = [chr(65 + index)]  # no two prompts share a prefix
         shown = [IMAGES[place] for place in rng.integers(0, len(IMAGES), index).tolist()]
         for _ in shown:
             parts += [WORDS[: int(rng.integers(0, 12))], toy.family.image]
@@ -124,7 +124,7 @@ def drafts_beside_images(rng: np.random.Generator, folder: Path) -> str | None:
 
 
 _OF_FOLDERS = weights_of_a_format, keys_left_out, images
-#: Tried in turn; the last one starts two engines.
+#: Run in turn; the last one starts two engines.
 CASES: tuple[Callable[[np.random.Generator, Path], str | None], ...] = (
     *_OF_FOLDERS,
     *_OF_FOLDERS,
@@ -134,8 +134,8 @@ CASES: tuple[Callable[[np.random.Generator, Path], str | None], ...] = (
 
 
 def first_failure(first: int, count: int, totals: Counter[str]) -> str | None:
-    """What is wrong with the first of some seeds that fails, as a line with its seed."""
-    mx.disable_compile()  # no graph comes twice
+    """Returns the problem of the first failing seed, as a line with the seed."""
+    mx.disable_compile()  # no graph recurs
     try:
         for seed in range(first, first + count):
             case = CASES[seed % len(CASES)]
@@ -150,5 +150,5 @@ def first_failure(first: int, count: int, totals: Counter[str]) -> str | None:
 
 
 def summary(totals: Counter[str]) -> str:
-    """How many of each case were tried, as JSON."""
+    """Returns the number of runs of each case, as JSON."""
     return json.dumps(totals)

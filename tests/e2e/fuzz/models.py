@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models small enough that an engine's own work is most of a step, with a tokenizer of words."""
+"""Models so small that engine overhead dominates a step, with a word tokenizer."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ _WINDOWED = _COMMON | {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "rope_local_base_freq": 10000.0,
 }
-# A block of 16 tokens has room for a state.
+# A block of 16 tokens holds a state.
 _HYBRID = _COMMON | {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -76,7 +76,7 @@ _EXPERTS = _COMMON | {
     "moe_intermediate_size": 32,
     "norm_topk_prob": True,
 }
-#: Latents of positions that an indexer chooses; with few heads of it, scores would often be equal.
+#: Latents with an indexer that selects positions; with few heads, scores would often be equal.
 _SPARSE = _COMMON | {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
@@ -95,8 +95,8 @@ _SPARSE = _COMMON | {
     "moe_intermediate_size": 32,
     "attention_bias": False,
 }
-#: Sizes that hide no constant: an odd vocabulary, a hidden size that is no square, seven query
-#: heads to one of keys, and heads that are no power of two.
+#: Sizes that hide no constants: an odd vocabulary, a hidden size that is no square, seven query
+#: heads per K/V head, and heads that are no power of two.
 _ODD = {
     "vocab_size": VOCAB + 1,
     "hidden_size": 70,
@@ -114,27 +114,27 @@ _ODD_HYBRID = (
     | {"linear_key_head_dim": 12, "linear_value_head_dim": 20}
 )
 MODELS = ("full", "windowed", "hybrid")
-#: A hybrid whose states take more room than a block of any size that users may ask for.
+#: A hybrid with states larger than any block size that users may request.
 LARGE_STATES = "large_states"
 _LARGE_STATES = _ODD_HYBRID | {"linear_key_head_dim": 56, "linear_value_head_dim": 72}
 #: A model with sparse attention.
 SPARSE = "sparse"
-#: Whose layers keep states, in groups of their own.
+#: Models with layers that keep states, in groups of their own.
 NUM_STATE_GROUPS = {"hybrid": 3, LARGE_STATES: 3}
-#: Tokens of a block, at least.
+#: Minimum tokens per block.
 LEAST_BLOCKS = {LARGE_STATES: 48}
 
 
 def write_models(folder: Path, odd: bool = False) -> None:
     """Writes the models, and for each a `-draft` and a block drafter, `-dflash`.
 
-    A draft often guesses the model right, but for hybrids: what keeps a state cannot draft. A block
-    drafter is of random weights.
+    A draft model often predicts the model, except for hybrids: models with states cannot draft. A
+    block drafter has random weights.
 
     Args:
-        folder: for a folder of each.
-        odd: whether they have sizes that hide no constant, at twice the memory, and there is one
-            with large states, and one with sparse attention.
+        folder: parent folder.
+        odd: use sizes that hide no constants, with twice the memory, and add a model
+            with large states and one with sparse attention.
     """
     full, windowed, hybrid = _FULL, _WINDOWED, _HYBRID
     if odd:
@@ -146,7 +146,7 @@ def write_models(folder: Path, odd: bool = False) -> None:
         _write_block_drafter(folder / f"{name}-dflash", config)
     for name, config in (("hybrid", hybrid), *(((LARGE_STATES, _LARGE_STATES),) if odd else ())):
         _write(folder / name, config, _weights(qwen3_next, config))
-        guessing = full | {"head_dim": config["head_dim"]}  # K and V of one shape: few groups
+        guessing = full | {"head_dim": config["head_dim"]}  # K and V with one shape: few groups
         _write(folder / f"{name}-draft", guessing, _weights(llama, guessing))
         _write_block_drafter(folder / f"{name}-dflash", config)
     if odd:
@@ -155,23 +155,23 @@ def write_models(folder: Path, odd: bool = False) -> None:
 
 
 def write_experts(folder: Path) -> str:
-    """Writes a model whose layers choose among experts; returns its folder."""
+    """Writes a mixture-of-experts model; returns its folder."""
     _write(folder, _EXPERTS, _weights(qwen3_moe, _EXPERTS))
     return str(folder)
 
 
 def word(token: int) -> str:
-    """A token's text."""
+    """Returns a token's text."""
     return f"t{token}"
 
 
 def _weights(family: ModuleType, config: dict[str, Any]) -> dict[str, mx.array]:
-    """Random, of a model whose every logit depends on all the tokens before."""
+    """Makes random weights such that every logit depends on all earlier tokens."""
     mx.random.seed(3)
     model = family.Model(family.ModelArgs.from_dict(config))
 
     def enlarged(name: str, array: mx.array) -> mx.array:
-        if "norm" in name:  # gemma's weigh by 1 + w, llama's by w: either way about one
+        if "norm" in name:  # gemma's norms weigh by 1 + w, llama's by w: about one in both cases
             return mx.random.normal(array.shape) * 0.1 + ("gemma" not in family.__name__)
         return 3 * array if "self_attn" in name or "lm_head" in name else array
 
@@ -186,7 +186,7 @@ def _disturbed(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _write_block_drafter(folder: Path, target: dict[str, Any]) -> None:
-    """One layer that keeps K and V of the target's shape, and reads its first and last layer."""
+    """Writes a layer with K and V of the target's shape that reads its first and last layers."""
     sizes = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     taps = [0, target["num_hidden_layers"] - 1]
     config = blocks.CONFIG | {name: target[name] for name in sizes} | {"num_hidden_layers": 1}

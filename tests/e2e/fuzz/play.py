@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays a run on the real engine, step by step, and writes down what came of it."""
+"""Plays a run on the real engine step by step, and records the results."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from vllm_metal.settings import salts
 
-#: Steps in a row without a token. The longest honest wait is a prompt of max_model_len in the
-#: smallest chunks, as often as preemption makes the engine start it again.
+#: Maximum steps without a token. The longest valid wait is a prompt of max_model_len in the
+#: smallest chunks, restarted as often as preemption allows.
 MOST_STEPS_WITHOUT_A_TOKEN = 400
-#: Beside a disk, an engine steps on while it waits for it.
+#: Beside a disk, an engine keeps stepping while it waits.
 MOST_SECONDS_WITHOUT_A_TOKEN = 60.0
-#: So long a process of its own may take to hear of the last request's end.
+#: Seconds until an engine in its own process must know of the last request's end.
 _MOST_SECONDS_UNTIL_FREE = 60.0
-_BYTES_OF_POOL = 8 << 20  # the number of blocks is overridden
-#: Variables of an engine in a process of its own, which has nothing of this one's.
+_BYTES_OF_POOL = 8 << 20  # overridden by the number of blocks
+#: Variables for an engine in its own process, which inherits none of this one's.
 _APART = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 
 
 @dataclass(frozen=True)
 class Disk:
-    """A prefix cache on disk. `key` of the salts that are kept, see `Disk.salt`."""
+    """A disk prefix cache. `key`: key of the server's salts, see `Disk.salt`."""
 
     folder: Path
     max_bytes: int
     key: Path
 
     def options(self) -> dict[str, Any]:
-        """Of --additional-config."""
+        """Options of --additional-config."""
         return {
             "prefix_cache_dir": str(self.folder),
             "prefix_cache_bytes": self.max_bytes,
@@ -49,30 +49,30 @@ class Disk:
         }
 
     def salt(self, tenant: str | None) -> str | None:
-        """A tenant's `cache_salt`."""
+        """Returns a tenant's `cache_salt`."""
         return salts.derive(self.key.read_bytes().strip(), tenant) if keeps(tenant) else tenant
 
 
 def keeps(tenant: str | None) -> bool:
-    """Whether a tenant has a salt of the server's, whose blocks are kept on disk."""
+    """Returns whether a tenant has a salt of the server, so that its blocks are stored on disk."""
     return tenant == KEPT_TENANT
 
 
 class Stuck(AssertionError):
-    """The engine steps on and yields nothing."""
+    """The engine keeps stepping without output."""
 
 
 class Leak(AssertionError):
-    """Something of finished requests is still held."""
+    """Resources of finished requests are still held."""
 
 
 @dataclass
 class Served:
-    """A request as it was served.
+    """A served request.
 
-    prompt: as it was sent. samples: by place among its n, the newest output. cached: prompt tokens
-    taken from the prefix cache, as the engine reports them. added, ended: steps; ended is None for
-    a request that never finished. aborted: by this player.
+    prompt: as sent. samples: newest output by index among its n. cached: prompt tokens
+    taken from the prefix cache, as the engine reports. added, ended: steps; ended is None for
+    an unfinished request. aborted: by this player.
     """
 
     request: Request
@@ -89,16 +89,16 @@ class Served:
         return int(self.request.options.get("n", 1))
 
     def text(self) -> list[int]:
-        """Prompt and what is generated so far, of the first sample."""
+        """Prompt and text generated so far, for the first sample."""
         first = self.samples.get(0)
         return [*self.prompt, *(first.token_ids if first else ())]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a run.
+    """The results of a run.
 
-    served: in the order of arrival. resets: steps at which all prefixes were forgotten. counters:
+    served: in arrival order. resets: steps at which all prefixes were cleared. counters:
     see harness.counters.
     """
 
@@ -108,17 +108,17 @@ class Outcome:
 
 
 def play(run: Run, models: Path, disk: Disk | None = None) -> Outcome:
-    """Serves the run's requests and leaves the engine idle.
+    """Serves the run's requests until the engine is idle.
 
     Args:
-        run: what to do and when.
-        models: folder of the models by name.
-        disk: where prefixes are kept for the next engine.
+        run: the plan.
+        models: parent folder of the models.
+        disk: disk cache to keep prefixes for the next engine.
 
     Raises:
         Stuck: the engine makes no progress.
-        Leak: it holds blocks, or knows requests, when all are gone.
-        Exception: whatever the engine itself raises.
+        Leak: it holds blocks or requests after all have ended.
+        Exception: any exception of the engine.
     """
     options, model = _options(run, models), models / run.setting.model
     if disk is not None:
@@ -138,7 +138,7 @@ def _options(run: Run, models: Path) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_model_len": setting.max_len,
         "async_scheduling": setting.async_scheduling,
-        # The default is not asked for where a worker decides it.
+        # The worker decides it, so do not read the default.
         "block_size": None if setting.apart and setting.block_size == 16 else setting.block_size,
         "num_gpu_blocks_override": _blocks_of_one(setting) + setting.spare_blocks,
         "kv_cache_memory_bytes": _BYTES_OF_POOL,
@@ -147,7 +147,7 @@ def _options(run: Run, models: Path) -> dict[str, Any]:
         "scheduling_policy": setting.policy,
         "kv_cache_dtype": setting.kv_cache_dtype,
         "enable_sleep_mode": any(event.kind.startswith("sleep") for event in run.events),
-        # Without a bound by the clock, or a seed would not play the same steps again.
+        # A time bound would make a seed's steps irreproducible.
         "additional_config": {"fixed_draft_length": not setting.adaptive, "max_step_ms": None},
     }
     if setting.method is not None:
@@ -162,19 +162,19 @@ def _options(run: Run, models: Path) -> dict[str, Any]:
 
 
 def _blocks_of_one(setting: Setting) -> int:
-    """Blocks that hold a request of max_model_len in all groups, and the one nobody may use."""
+    """Returns the blocks of a max_model_len request in all groups, and the null block."""
     rows = setting.max_len + (setting.num_drafts if setting.method else 0)
     blocks = -(-rows // setting.block_tokens) + 1
-    if setting.model == "windowed":  # two more groups, which hold what a step's rows look back on
+    if setting.model == "windowed":  # two more groups, which also hold what a step looks back on
         in_flight = setting.max_num_batched_tokens * (1 + setting.async_scheduling)
         lag = min(WINDOW - 1 + in_flight, rows)
         blocks += 2 * (-(-lag // setting.block_size) + 1)
-    # Of a state, the one before a step and the one after it; a hit adds the block that it is in.
+    # For states: one before and one after the step; a hit adds the block that it is in.
     return blocks + 3 * NUM_STATE_GROUPS.get(setting.model, 0)
 
 
 class _Core:
-    """The scheduler and the pool of an engine in this process."""
+    """Scheduler and pool of an in-process engine."""
 
     def __init__(self, llm_engine: LLMEngine) -> None:
         self._core: Any = llm_engine.engine_core.engine_core
@@ -182,11 +182,11 @@ class _Core:
         self._free_blocks = self._pool.get_num_free_blocks()
 
     def busy(self) -> bool:
-        """Whether it has more to do than there are requests to be answered."""
+        """Returns whether there is work besides unanswered requests."""
         return self._core.scheduler.has_requests() or bool(self._core.batch_queue)
 
     def check_nothing_is_held(self) -> None:
-        """Raises Leak unless the pool is as it was, and nobody is remembered."""
+        """Raises Leak unless the pool is restored and no request is known."""
         free, expected = self._pool.get_num_free_blocks(), self._free_blocks
         if free != expected:
             raise Leak(f"{expected - free} of {expected} blocks were never freed")
@@ -198,7 +198,7 @@ class _Core:
 
 
 class _CoreApart:
-    """What an engine in a process of its own tells of the same; it steps by itself."""
+    """The same for an engine in its own process, which steps by itself."""
 
     def __init__(self, llm_engine: LLMEngine) -> None:
         self._engine = llm_engine
@@ -207,7 +207,7 @@ class _CoreApart:
         return False
 
     def check_nothing_is_held(self) -> None:
-        """Raises Leak if prefixes cannot be forgotten, which they can where no block is held."""
+        """Raises Leak if prefixes cannot be cleared, which requires that no block is held."""
         deadline = time.monotonic() + _MOST_SECONDS_UNTIL_FREE
         while not self._engine.reset_prefix_cache():
             if time.monotonic() > deadline:
@@ -224,12 +224,12 @@ class _Player:
         self._step = 0
 
     def play(self) -> None:
-        """Until every request has come and gone."""
+        """Plays until every request has ended."""
         arrivals = list(self._run.requests)
         events = list(self._run.events)
         idle_since, newest = 0, time.monotonic()
         while arrivals or events or self._busy():
-            if not self._busy():  # nothing to wait for: time moves on to what is next
+            if not self._busy():  # idle: advance to the next event
                 self._step = max(self._step, min(x.arrival for x in arrivals) if arrivals else 0)
                 self._step = max(self._step, min(x.step for x in events)) if events else self._step
             while events and events[0].step <= self._step:
@@ -237,7 +237,7 @@ class _Player:
             while arrivals and arrivals[0].arrival <= self._step:
                 self._add(arrivals.pop(0))
             self._abort()
-            outputs = self._engine.step() if self._busy() else []  # else nothing would ever come
+            outputs = self._engine.step() if self._busy() else []  # otherwise it would wait forever
             self._step += 1
             if outputs or not self._busy():
                 idle_since, newest = self._step, time.monotonic()
@@ -248,14 +248,14 @@ class _Player:
                 self._take(output)
 
     def check_nothing_is_held(self) -> None:
-        """Raises Leak unless the pool is as it was, and nobody is remembered."""
+        """Raises Leak unless the pool is restored and no request is known."""
         self._core.check_nothing_is_held()
         never = [s.request.index for s in self.served.values() if s.ended is None]
         if never:
             raise Leak(f"requests {never} are neither finished nor aborted")
 
     def _busy(self) -> bool:
-        """Whether the engine has anything to do, be it to tell the worker who finished."""
+        """Returns whether the engine has work, including messages to the worker."""
         return self._engine.has_unfinished_requests() or self._core.busy()
 
     def _happen(self, event: Event) -> None:

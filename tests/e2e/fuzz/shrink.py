@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a run that fails to a small part of it that fails in the same way."""
+"""Reduces a failing run to a small part that fails in the same way."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ MOST_REPLAYS = 40
 
 @dataclass(frozen=True)
 class Part:
-    """What is left of a run: its requests `only`, by index, `without` what SIMPLER names."""
+    """A part of a run: requests `only`, by index, `without` the features named in SIMPLER."""
 
     seed: int
     only: tuple[int, ...]
     without: tuple[str, ...] = ()
 
     def of(self, run: Run) -> Run:
-        """This part of the whole run."""
+        """Returns this part of the run."""
         return cut(run, self.only, self.without)
 
 
@@ -30,20 +30,20 @@ def shrink(
     suspect: int | None = None,
     most_replays: int = MOST_REPLAYS,
 ) -> Part:
-    """The smallest failing part that `most_replays` replays find.
+    """Returns the smallest failing part found with `most_replays` replays.
 
-    Requests go first in large portions, then whatever can be left out of all those that remain, and
-    then requests one by one (Zeller, Hildebrandt: Simplifying and isolating failure-inducing input,
-    2002, in its complement steps).
+    First removes large groups of requests, then features of all remaining ones, then single
+    requests (Zeller, Hildebrandt: Simplifying and isolating failure-inducing input,
+    2002, complement steps).
 
     Args:
-        run: one that fails.
-        fails: whether a part of it still fails in the same way.
-        suspect: the request that was found to be wrong.
+        run: a failing run.
+        fails: returns whether a part fails in the same way.
+        suspect: the request that was wrong.
     """
     search = _Search(run, fails, most_replays)
     if suspect is not None:
-        # Alone, or with those that came before it.
+        # alone, or with earlier requests
         _ = search.keep([suspect]) or search.keep([i for i in search.part.only if i <= suspect])
     search.fewer_requests(coarsest=2, finest=4)
     search.simpler(list(SIMPLER))
@@ -52,7 +52,7 @@ def shrink(
 
 
 class _Search:
-    """The smallest failing part so far, and how many more replays may look for a smaller one."""
+    """The smallest failing part so far, and the remaining replays."""
 
     def __init__(self, run: Run, fails: Callable[[Run], bool], replays: int) -> None:
         self.part = Part(run.seed, tuple(request.index for request in run.requests))
@@ -60,11 +60,11 @@ class _Search:
         self._tried: set[Part] = set()
 
     def keep(self, only: Sequence[int]) -> bool:
-        """Whether these requests alone fail."""
+        """Returns whether these requests alone fail."""
         return len(only) < len(self.part.only) and self._try(replace(self.part, only=tuple(only)))
 
     def simpler(self, names: list[str]) -> None:
-        """Leaves out what it can of these: all, or else of either half."""
+        """Removes as many of these features as possible: all, or either half."""
         without = (*self.part.without, *names)
         if self._try(replace(self.part, without=without)) or len(names) == 1:
             return
@@ -73,7 +73,7 @@ class _Search:
         self.simpler(names[half:])
 
     def fewer_requests(self, coarsest: int, finest: int) -> None:
-        """Leaves out requests, a `coarsest` part of them at a time to a `finest`."""
+        """Removes requests in groups, from a `coarsest` to a `finest` fraction."""
         parts = coarsest
         while len(self.part.only) > 1:
             size = -(-len(self.part.only) // parts)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a seed stands for: an engine's settings, requests, and when what happens.
+"""Draws an engine's settings, requests and events from a seed.
 
-Time is counted in engine steps, so that a run is the same on every machine.
+Time is counted in engine steps, so a run is the same on every machine.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from e2e.fuzz.models import (
 
 from vllm_metal.engine.spec_decode.registry import BY_NAME
 
-NUM_REQUESTS = 42  # of a run: 4 to 5 s of one core
+NUM_REQUESTS = 42  # per run: 4 to 5 s of one core
 SALTS = (None, None, None, "tenant-1", "tenant-2")
-KEPT_TENANT = "tenant-2"  # beside a disk, its salt is the server's, and not its own
+KEPT_TENANT = "tenant-2"  # beside a disk, its salt comes from the server
 METHODS = (None, None, "ngram", "suffix", "draft_model")
 #: --kv-cache-dtype, by seed in turn.
 CACHES = ("auto", "auto", "auto", "fp8", "auto", "int8")
-#: Of so many seeds, one has an engine in a process of its own, if its model keeps states: vLLM
+#: One in this many seeds runs the engine in its own process, if its model keeps states: vLLM
 #: completes the configuration again there, after a worker has enlarged the blocks.
 APART_OF = 5
-#: One in so many seeds of models with K/V alone has sparse attention.
+#: One in this many seeds of models with K/V only has sparse attention.
 SPARSE_OF = 10
-#: Of so many seeds, one has the contract of vLLM's second model runner.
+#: One in this many seeds uses vLLM's second model runner contract.
 SECOND_OF = 4
-#: Methods with a network of its own, in a folder of the model's name and this ending.
+#: Methods with a network in a folder with the model's name and this suffix.
 NETWORKS = {"draft_model": "draft", "dflash": "dflash"}
-#: One in so many seeds with a draft model has a block drafter instead.
+#: One in this many seeds with a draft model has a block drafter instead.
 BLOCKS_OF = 2
-#: Of so many seeds with a network that drafts, all but one copy text beside it.
+#: Of this many seeds with a draft network, all but one also copy text.
 WITHOUT_LOOKUP_OF = 3
-#: Methods with which vLLM does not schedule ahead by the contract of its first model runner.
+#: Methods with which vLLM does not schedule ahead under its first model runner's contract.
 SYNCHRONOUS_ONLY = tuple(name for name in METHODS if name and not BY_NAME[name].schedules_ahead)
 
 
 @dataclass(frozen=True)
 class Space:
-    """What bounds the requests to a model. Lengths are in tokens."""
+    """Limits for the requests to a model. Lengths are in tokens."""
 
     vocab: int
     max_len: int
@@ -62,13 +62,13 @@ TINY = Space(VOCAB, MAX_LEN, 24)
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine.
+    """Settings of an engine.
 
-    spare_blocks: of the pool, beyond what one request of max_model_len takes. num_drafts: for the
-    speculative `method`; with `adaptive` at most. kv_cache_dtype: as --kv-cache-dtype. apart:
-    whether the engine has a process of its own. second: whether scheduler and worker have the
-    contract of vLLM's second model runner. lookup: whether requests that repeat their text copy it
-    beside a network that drafts.
+    spare_blocks: pool blocks beyond those of one max_model_len request. num_drafts: for the
+    speculative `method`; the maximum with `adaptive`. kv_cache_dtype: as --kv-cache-dtype. apart:
+    whether the engine has its own process. second: whether scheduler and worker use the
+    contract of vLLM's second model runner. lookup: whether repetitive requests copy their text
+    beside a draft network.
     """
 
     model: str
@@ -89,7 +89,7 @@ class Setting:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block, which has room for a state."""
+        """Tokens per block, which has room for a state."""
         return max(self.block_size, LEAST_BLOCKS.get(self.model, 0))
 
 
@@ -97,9 +97,9 @@ class Setting:
 class Request:
     """A request.
 
-    arrival: step before which it is added. prompt: token ids, behind the first `continued` tokens
-    of the text of request `continues`, if that one was served. abort_after: steps from arrival;
-    None: it is left to finish. options: of SamplingParams.
+    arrival: step before which it is added. prompt: token ids, after the first `continued` tokens
+    of the text of request `continues`, if that was served. abort_after: steps from arrival;
+    None: never. options: SamplingParams options.
     """
 
     index: int
@@ -115,8 +115,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Event:
-    """What befalls the whole engine before `step`: `reset` forgets prefixes if no request runs,
-    `reset_running` preempts those that do, `sleep1` and `sleep2` give memory back and wake up."""
+    """An event before `step`.
+
+    `reset` clears prefixes if no request runs, `reset_running` preempts running ones first, and
+    `sleep1` and `sleep2` free memory and wake up.
+    """
 
     step: int
     kind: str
@@ -124,7 +127,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Run:
-    """All that a seed means."""
+    """A seed's settings, requests and events."""
 
     seed: int
     setting: Setting
@@ -140,27 +143,27 @@ def draw(
     space: Space = TINY,
     sleeping: bool = False,
 ) -> Run:
-    """The run of a seed.
+    """Draws the run of a seed.
 
     Args:
         seed: any non-negative integer.
-        num_requests: of the run; another number is another run.
-        model: a folder's name; None draws one of the tiny ones.
-        space: of that model.
+        num_requests: number of requests; also affects the draw.
+        model: a model's folder name; None draws a tiny one.
+        space: that model's limits.
         sleeping: whether the platform can sleep.
     """
     rng = np.random.default_rng(seed)
     setting = _setting(rng, model or str(rng.choice(MODELS)), space)
-    # Over many layers, codes drift too far to judge tokens by. Where states share blocks with
-    # codes, blocks are larger than the setting says.
+    # Over many layers, quantization errors grow too large to judge tokens. If states share blocks
+    # with quantized K/V, blocks are larger than the setting.
     if model is None and setting.model not in NUM_STATE_GROUPS:
         setting = replace(setting, kv_cache_dtype=CACHES[seed % len(CACHES)])
     if model is None and setting.model == "full" and seed % SPARSE_OF == SPARSE_OF - 3:
-        # Codes of index keys move what is chosen, and so what a text says.
+        # Quantized index keys change the selected positions, and so the text.
         setting = replace(setting, model=SPARSE, kv_cache_dtype="auto")
     if model is None and setting.model in NUM_STATE_GROUPS and seed % APART_OF == 2:
         setting = replace(setting, model=LARGE_STATES, apart=True)
-    if seed % SECOND_OF == SECOND_OF - 1:  # by that contract, vLLM schedules ahead with all methods
+    if seed % SECOND_OF == SECOND_OF - 1:  # there vLLM schedules ahead with all methods
         ahead = setting.async_scheduling or setting.method in SYNCHRONOUS_ONLY
         setting = replace(setting, second=True, async_scheduling=ahead)
     if model is None and setting.method == "draft_model" and seed % BLOCKS_OF == 0:
@@ -191,7 +194,7 @@ def _setting(rng: np.random.Generator, model: str, space: Space) -> Setting:
         block_size=block_size,
         spare_blocks=int(rng.choice([0, 1, 3, 8, 400])),
         max_num_seqs=max_num_seqs,
-        # vLLM wants room for the drafts of every request.
+        # vLLM requires room for the drafts of every request.
         max_num_batched_tokens=int(rng.choice([24, 48, 100, 256])) + 8 * max_num_seqs,
         policy=str(rng.choice(["fcfs", "fcfs", "priority"])),
         method=method,
@@ -237,7 +240,7 @@ def _request(
 
 
 def _length(rng: np.random.Generator, block_size: int, longest: int) -> int:
-    """1 to `longest`; often at a block's end or a token beside it."""
+    """Draws 1 to `longest`; often a block's end or one token beside it."""
     if rng.random() < 0.6:
         length = block_size * int(rng.integers(1, longest // block_size + 2))
         length += int(rng.integers(-1, 2))
@@ -247,7 +250,7 @@ def _length(rng: np.random.Generator, block_size: int, longest: int) -> int:
 
 
 def _options(rng: np.random.Generator, space: Space) -> dict[str, Any]:
-    """Of SamplingParams: greedy or seeded, so that there is one right text."""
+    """Draws SamplingParams options: greedy or seeded, so that exactly one text is right."""
     options: dict[str, Any] = {
         "temperature": 0.0,
         "max_tokens": int(rng.integers(1, space.longest_output + 1)),
@@ -277,7 +280,7 @@ def _shapes(rng: np.random.Generator, space: Space) -> dict[str, Any]:
 
 
 def _penalties(rng: np.random.Generator, space: Space) -> dict[str, Any]:
-    """Below nought they make a text repeat itself, which is what lookup drafts right."""
+    """Draws penalties; negative ones cause repetition, which lookup drafts predict."""
     return {
         "repetition_penalty": float(rng.choice([0.7, 1.0, 1.3])),
         "frequency_penalty": float(rng.choice([-1.0, 0.0, 0.5])),
@@ -298,7 +301,7 @@ def _constraints(rng: np.random.Generator, space: Space) -> dict[str, Any]:
     return drawn[int(rng.integers(len(drawn)))]
 
 
-#: Ways to make a run simpler, by name, for the search for a small failing one.
+#: Named simplifications of a run, for the search for a small failing one.
 SIMPLER: dict[str, Callable[[Run], Run]] = {}
 
 
@@ -400,7 +403,7 @@ def _no_continuations(run: Run) -> Run:
 
 
 def cut(run: Run, only: Sequence[int] | None, without: Sequence[str]) -> Run:
-    """`run` with the requests `only`, None for all, and without what SIMPLER names."""
+    """Returns `run` with the requests `only` (None: all), without the SIMPLER features."""
     for name in without:
         run = SIMPLER[name](run)
     if only is None:

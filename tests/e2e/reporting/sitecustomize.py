@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has each Python process that finds this module tell what it runs on and what it imported.
+"""Makes each Python process that finds this module report its environment and imports.
 
 Python imports it at start. A process writes a JSON file PID into the folder $PROCESS_REPORTS when
 it starts, when it gets SIGUSR2, and when it ends. $EMULATED_PYTHON, if set, becomes
-`sys.executable`: the interpreters that a process starts are then emulated as it is, which exec
-alone would not do.
+`sys.executable`, so that the interpreters a process starts are emulated too, which exec
+alone does not do.
 """
 
 import atexit
@@ -16,9 +16,9 @@ import platform
 import signal
 import sys
 
-#: cpuid of leaf edi, subleaf esi; eax to edx go to the four words at rdx.
+#: Executes cpuid for leaf edi, subleaf esi; eax to edx go to the four words at rdx.
 _CPUID = bytes.fromhex("53 89f8 89f1 4989d0 0fa2 418900 41895804 41894808 4189500c 5b c3")
-#: Of a feature: leaf, subleaf, register and bit (Intel's manual, volume 2, CPUID).
+#: Leaf, subleaf, register and bit of features (Intel's manual, volume 2, CPUID).
 _FEATURES = {
     "avx": (1, 0, 2, 28),
     "avx2": (7, 0, 1, 5),
@@ -28,7 +28,7 @@ _FEATURES = {
 
 
 def features():
-    """The names of _FEATURES that this process's processor says it has; none on other machines."""
+    """Returns this processor's features among _FEATURES; none on other machines."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return []
     code = mmap.mmap(-1, len(_CPUID), prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
