@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin that prints how much memory a run of pytest took: ``-p footprint``, from tests/.
+"""Plugin that prints the memory of a pytest run: ``-p footprint``, from tests/.
 
-Counted are pytest, its workers, and all that the tests start.
+Counts pytest, its workers, and everything that the tests start.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _SHOWN = 12
 
 
 class Footprint:
-    """The memory of this process and its descendants, and which test files were running."""
+    """Memory of this process and its descendants, by the test files that were running."""
 
     def __init__(self) -> None:
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._running: dict[str, float] = {}  # test's id: when it began
-        self._seconds: dict[str, float] = {}  # of each file, its tests added up
-        self._peaks: dict[str, int] = {}  # while a file's tests ran, bytes
+        self._running: dict[str, float] = {}  # test id: start time
+        self._seconds: dict[str, float] = {}  # per file, over its tests
+        self._peaks: dict[str, int] = {}  # bytes, per file while its tests ran
         self._highest = 0  # bytes
 
     def sample(self) -> None:
-        """Looks at the memory once, for those that are running."""
+        """Measures the memory once, for the running files."""
         held = _held_by_all()
         self._highest = max(self._highest, held)
         for nodeid in list(self._running):
@@ -66,7 +66,7 @@ class Footprint:
 
 
 def _held_by_all() -> int:
-    """Bytes of this process and its descendants."""
+    """Returns the bytes of this process and its descendants."""
     here = psutil.Process()
     total = 0
     for process in [here, *here.children(recursive=True)]:
@@ -76,7 +76,7 @@ def _held_by_all() -> int:
 
 
 def _held(process: psutil.Process) -> int:
-    """Bytes of one process; on Linux its share of what several map, elsewhere all of that."""
+    """Returns one process's bytes: on Linux its share of shared memory, elsewhere all."""
     if sys.platform == "linux":
         return int(process.memory_full_info().pss)
     return int(process.memory_info().rss)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets tests import the examples as the examples import each other."""
+"""Makes the examples importable, as they import each other."""
 
 import sys
 from pathlib import Path

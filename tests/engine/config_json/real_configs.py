@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What config.json files of published models say, by model.
+"""Keys of published models' config.json files, by model.
 
-Facts: the keys of the files, with values where a value matters. Shapes that any file of the family
-has are left out where nothing follows from them. 1 stands for any number.
+Values are given where they matter. Shapes that any file of the family has are left out if nothing
+depends on them. 1 stands for any number.
 """
 
 import json
@@ -13,11 +13,11 @@ Config = dict[str, Any]
 
 
 def _any(words: str) -> Config:
-    """Keys whose value does not matter."""
+    """Returns keys with arbitrary values."""
     return dict.fromkeys(words.split(), 1)
 
 
-#: What nearly every file has.
+#: Keys of nearly every file.
 _EVERY: Config = _any(
     "hidden_size intermediate_size num_attention_heads num_hidden_layers num_key_value_heads "
     "vocab_size max_position_embeddings bos_token_id eos_token_id initializer_range "
@@ -744,7 +744,7 @@ CONFIGS: dict[str, Config] = {
     }.items()
 }
 
-#: Windows that transformers computes and mlx-lm's modules do not; refused by `sliding_window`.
+#: Windows that transformers applies and mlx-lm's modules do not; rejected by `sliding_window`.
 WINDOWS: dict[str, Config] = {
     "mistralai/Mistral-7B-v0.1": _LLAMA
     | {"model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": 4096},
@@ -754,7 +754,7 @@ WINDOWS: dict[str, Config] = {
     | {"sliding_window": 4096},
 }
 
-#: Whole files by name, of models that were once rejected falsely; long values are cut.
+#: Whole files by name, of models that were once wrongly rejected; long values are cut.
 FILES: list[tuple[str, Config]] = [
     (row["name"], row["config"])
     for row in map(json.loads, Path(__file__).with_suffix(".jsonl").read_text().splitlines())

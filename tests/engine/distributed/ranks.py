@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a module of the tests in processes that share a ring, as ranks of an engine do."""
+"""Runs a test module in processes that share a ring, like an engine's ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TESTS = Path(__file__).parents[2]
 
 
 def run(module: str, folder: Path, size: int = 2, arguments: Sequence[str] = ()) -> list[str]:
-    """Each rank's standard output.
+    """Returns each rank's standard output.
 
     Args:
-        module: is run by `python -m` in each process, which finds a ring of MLX's in its variables.
-        folder: for the ring's file.
-        size: of the ring.
-        arguments: of the module.
+        module: module for `python -m` in each process, which finds MLX's ring in its variables.
+        folder: folder for the ring's file.
+        size: number of ranks.
+        arguments: the module's arguments.
 
     Raises:
-        AssertionError: a rank has failed; says what it wrote.
+        AssertionError: a rank failed; the message has its output.
     """
     with ExitStack() as stack:
         held = [stack.enter_context(socket.socket()) for _ in range(size)]

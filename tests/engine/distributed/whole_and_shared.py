@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of a ring: computes small models whole and shared, and prints how far they are apart."""
+"""A rank of a ring that compares small models computed whole and sharded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ QUANTIZED = {"qwen3, 4 bits": 128, "qwen3, 4 bits, a group in two": 96}  # its i
 
 
 def shardable() -> list[str]:
-    """mlx-lm's modules that say how they are shared."""
+    """Returns mlx-lm's modules that support sharding."""
     folder = Path(mlx_lm.models.__path__[0])
     return [
         module
@@ -54,7 +54,7 @@ def shardable() -> list[str]:
 
 
 def models() -> Iterator[tuple[str, Any]]:
-    """Small models by name."""
+    """Yields small models by name."""
     for module in shardable():
         yield module, matrix.small_model(module)
     family = plain.with_those_of_states()["step3p5"]
@@ -82,7 +82,7 @@ def draw(model: nn.Module) -> None:
 
 
 def compare(name: str, model: Any, group: mx.distributed.Group) -> dict[str, Any]:
-    """How far logits are apart, and what share of the weights this rank has."""
+    """Returns the logit difference, and the share of the weights on this rank."""
     model.eval()
     draw(model)
     if name in QUANTIZED:
@@ -104,7 +104,7 @@ def compare(name: str, model: Any, group: mx.distributed.Group) -> dict[str, Any
 
 
 def told_tokens(group: mx.distributed.Group) -> list[list[int]]:
-    """What ranks go on with that sampled different tokens, of sums that they share."""
+    """Returns the tokens that ranks agree on after sampling different ones."""
     sums = mx.distributed.all_sum(mx.arange(8), group=group)
     drawn = mx.argmax(sums).astype(mx.int32) + 10 * group.rank() + mx.arange(3)
     accepted = mx.array([group.rank()])

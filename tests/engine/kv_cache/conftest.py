@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's configuration of an engine, whose planner lays pools out."""
+"""vLLM's configuration of an engine, for its pool planner."""
 
 import json
 
@@ -26,5 +26,5 @@ def config(tmp_path_factory):
     )
     args = EngineArgs(model=str(folder), skip_tokenizer_init=True, max_model_len=256)
     config = args.create_engine_config()
-    config.cache_config.kv_cache_layout = "LBNHC"  # the worker's word on it
+    config.cache_config.kv_cache_layout = "LBNHC"  # as the worker sets it
     return config

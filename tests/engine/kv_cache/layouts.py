@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of steps over blocks that a test names."""
+"""Makes layouts of steps over given blocks."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from vllm_metal.engine.kv_cache.layer_state import StepLayout
 
 
 def layout_of(requests, **options):
-    """Of (blocks, tokens computed before, rows of this step) for each request, in blocks of 16."""
+    """Lays out (blocks, computed tokens, tokens of this step) per request; blocks of 16."""
     counts = np.array([rows for _, _, rows in requests])
     lens = counts + np.array([before for _, before, _ in requests])
     tables = np.zeros((len(requests), max(len(blocks) for blocks, _, _ in requests)), np.int32)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's plan of one worker's pool."""
+"""Runs vLLM's pool planner for one worker."""
 
 from vllm.v1.core.kv_cache_planning import get_global_kv_cache_groups, get_kv_cache_configs
 
 
 def planned(config, specs, memory):
-    """The pool's tensors and groups for layers of these specs, in so many bytes."""
+    """Returns the pool's tensors and groups for layers of these specs, in `memory` bytes."""
     groups = get_global_kv_cache_groups(config, [dict(specs)])
     (found,) = get_kv_cache_configs(config, [dict(specs)], [memory], groups)
     return found

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Storages of both kinds, steps of one layer over them, and their bits."""
+"""Makes storages of both kinds, steps of one layer over them, and reads their bits."""
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +26,7 @@ def make(backend, dtype, num_blocks=12):
 
 
 def built(kv_cache, blocks, before, rows, window=None, seed=0):
-    """[T, H, D] attention of a request's next rows, not computed yet."""
+    """Returns the lazy [T, H, D] attention of a request's next rows."""
     positions = np.arange(before, before + rows)
     table = np.array([blocks], np.int32)
     slots = table[0, positions // 16] * 16 + positions % 16

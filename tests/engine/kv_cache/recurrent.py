@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model of attention layers, full and windowed, and layers with a recurrent state.
+"""A small model with full and windowed attention layers and recurrent layers.
 
-h_t = a * h_{t-1} + x_t, with a decay `a` of each channel. The dense reference is the same
-recurrence
-over a whole text, one token at a time.
+h_t = a * h_{t-1} + x_t, with a decay `a` per channel. The dense reference applies the recurrence
+to a whole text, one token at a time.
 """
 
 import mlx.core as mx
@@ -14,7 +13,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 
 def recur(x, decay, state):
-    """[n, L, D] states after each of L inputs, [n, L, D]; `state`, [n, D], is that before them."""
+    """Returns [n, L, D] states after each of [n, L, D] inputs; `state`: [n, D] before them."""
     out = []
     for index in range(x.shape[1]):
         state = decay * state + x[:, index]
@@ -61,7 +60,7 @@ class Decay(nn.Module):
 
 
 class HybridModel(nn.Module):
-    """Layers of attention, full and windowed, between recurrent ones."""
+    """Full and windowed attention layers between recurrent ones."""
 
     WINDOW = 24
 

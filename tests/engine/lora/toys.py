@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of transformers' with random weights, and adapters of PEFT's for them."""
+"""Small random transformers models, and PEFT adapters for them."""
 
 import copy
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _EXPERTS = {"moe_intermediate_size": 48, "num_experts": 4, "num_experts_per_tok"
 CONFIGS = {
     "llama": {"model_type": "llama"},
     "qwen3_moe": {"model_type": "qwen3_moe", "norm_topk_prob": True} | _EXPERTS,
-    # Three layers with a recurrent state to one with attention.
+    # One attention layer per three recurrent ones.
     "qwen3_5": {
         "model_type": "qwen3_5_text",
         "num_hidden_layers": 4,
@@ -39,14 +39,14 @@ CONFIGS = {
         "linear_conv_kernel_dim": 4,
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     },
-    # With a head of its own, which mlx-lm's model drops if it sees no weights of it.
+    # An untied head, which mlx-lm's model drops if it finds no weights for it.
     "gemma3": {
         "model_type": "gemma3_text",
         "layer_types": ["sliding_attention", "full_attention"],
         "sliding_window": 32,
         "query_pre_attn_scalar": 16,
     },
-    # Whose factors mlx-lm folds into its weights.
+    # mlx-lm folds these factors into the weights.
     "falcon_h1": {
         "model_type": "falcon_h1",
         "mamba_d_ssm": 64,
@@ -69,7 +69,7 @@ CONFIGS = {
         "n_groups": 1,
         "ssm_state_size": 16,
     },
-    # Whose forget gate and experts have other names in files than in transformers' class.
+    # Forget gate and experts have other names in files than in transformers' class.
     "kimi_linear": {
         "model_type": "kimi_linear",
         "num_key_value_heads": 4,
@@ -94,7 +94,7 @@ CONFIGS = {
 
 
 def greedy_tokens(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers generates."""
+    """Generates with transformers."""
     with torch.no_grad():
         out = model.generate(
             torch.tensor([list(prompt)]),
@@ -120,7 +120,7 @@ class Toy:
         if self.kind == "gpt2":
             config = {"vocab_size": VOCAB} | CONFIGS[self.kind]
         if self.kind == "nemotron_h":
-            del config["num_hidden_layers"]  # which layers_block_type says
+            del config["num_hidden_layers"]  # implied by layers_block_type
         model = AutoModelForCausalLM.from_config(own_config(**config)).float().eval()
         with torch.no_grad():  # logits that differ by more than rounding
             for name, weight in model.named_parameters():
@@ -129,17 +129,17 @@ class Toy:
         return model
 
     def save(self) -> str:
-        """The folder, with the model in it."""
+        """Saves the model; returns its folder."""
         self.model.save_pretrained(self.folder)
         return str(self.folder)
 
     def adapter(self, folder: Path, seed: int, **config: Any) -> Any:
-        """Writes an adapter with random weights, and returns PEFT's model with it."""
+        """Writes an adapter with random weights; returns PEFT's model with it."""
         return adapter_of(self.model, folder, seed, **config)
 
 
 def adapter_of(model: Any, folder: Path, seed: int, **config: Any) -> Any:
-    """Writes an adapter of `model` with random weights, and returns PEFT's model with it."""
+    """Writes an adapter of `model` with random weights; returns PEFT's model with it."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(seed)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which test command a case of a table belongs to."""
+"""Assigns a table's cases to test commands."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 
 
 def cases(names: Iterable[Any], quick: Iterable[Any] = (), more: Iterable[Any] = ()) -> list[Any]:
-    """Parameters of a test: `quick` without a marker, `more`, and all others `slow`."""
+    """Returns test parameters: `quick` without a marker, `more`, and all others `slow`."""
     names, quick, more = list(names), set(quick), set(more)
     assert quick | more <= set(names)
     return [

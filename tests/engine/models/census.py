@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the text models of mlx-lm and mlx-vlm, each once, and those that are served.
+"""Counts the text models of mlx-lm and mlx-vlm, each once, and the supported ones.
 
-`python -m engine.models.census` from tests/ runs all of them: a model is served if it is built (and
-mlx-vlm's loaded from a folder, with all checks), and 32 tokens of its paged forward are those of
-its dense forward, once over a prompt in chunks, and once more after a hit of two blocks.
+`python -m engine.models.census` from tests/ runs all of them. A model is supported if it can be
+built (mlx-vlm's: loaded from a folder, with all checks), and 32 tokens of its paged forward equal
+its dense forward's, once after a prompt in chunks, and once after a hit of two blocks.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS
 
 NUM_TOKENS = 32
 PROMPT = 45
-#: Ends of chunks of the prompt; the second is the end of the hit, for layers that keep states.
+#: Ends of the prompt's chunks; the second is the end of the hit, for layers that keep states.
 CHUNKS = (7, 2 * BLOCK, 33, PROMPT)
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A text model, and why it is not served."""
+    """A text model, and why it is not supported."""
 
     name: str
     library: str
@@ -45,7 +45,7 @@ class Counted:
 
 
 def folders() -> list[str]:
-    """mlx-vlm's folders of models, without importing any."""
+    """Returns mlx-vlm's model folders, without importing any."""
     import mlx_lm
 
     root = Path(mlx_lm.__path__[0]).parent / "mlx_vlm" / "models"
@@ -53,12 +53,12 @@ def folders() -> list[str]:
 
 
 def of_mlx_lm_alone() -> list[str]:
-    """Modules of mlx-lm, each text model once."""
+    """Returns modules of mlx-lm, each text model once."""
     return [name for name in matrix.modules() if name not in SAME_TEXT_OF_MLX_LM]
 
 
 def of_mlx_vlm_alone() -> list[str]:
-    """Folders with a text model that neither mlx-lm nor another folder has."""
+    """Returns folders with a text model that neither mlx-lm nor another folder has."""
     modules = set(matrix.modules())
     return [
         name
@@ -97,7 +97,7 @@ def _refusal_of_mlx_vlm(folder: str) -> str:
 
 
 def _refusal(make: Any) -> str:
-    """Returns why a model is not served; empty: it is."""
+    """Returns why a model is not supported; empty if it is."""
     try:
         model = make()
         text = _generated(model)
@@ -113,7 +113,7 @@ def _refusal(make: Any) -> str:
 
 
 def _generated(model: Any) -> list[int]:
-    """A prompt, and the most likely tokens after it by the library's own forward and cache."""
+    """Returns a prompt and its greedy continuation by the library's own forward and cache."""
     vocab = model(mx.array([[1]])).shape[-1]
     text = np.random.default_rng(3).integers(3, vocab, PROMPT).tolist()
     cache, given = make_prompt_cache(model), text
@@ -125,7 +125,7 @@ def _generated(model: Any) -> list[int]:
 
 
 def _paged(run: Any, text: list[int], blocks: list[int], start: int, ends: Any) -> np.ndarray:
-    """The most likely tokens after each position from the prompt's end on, by the paged forward."""
+    """Returns the most likely tokens at each position from the prompt's end on, paged."""
     requests = Requests(1, 128, BlockTables(1, 1, 9))
     requests.add_request(new_request("0", text, blocks))
     found: list[int] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' small models with a changed configuration, and the same weights where they fit."""
+"""transformers' small models with changed configurations, and the same weights where possible."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from engine.models.published import (
     make,
 )
 
-LARGEST = 5_000_000  # numbers of a changed model
-SEED = 1  # of arrays of other shapes
+LARGEST = 5_000_000  # elements of a changed model
+SEED = 1  # for arrays with changed shapes
 TOKENS = np.random.default_rng(0).integers(3, VOCAB, LENGTH).tolist()
 
 
 @dataclass(frozen=True)
 class Toy:
-    """A small model of transformers', and where its weights lie."""
+    """A small transformers model, saved in a folder."""
 
     name: str
     model: torch.nn.Module
@@ -42,7 +42,7 @@ class Toy:
 
     @property
     def is_nested(self) -> bool:
-        """Whether the text model is a part."""
+        """Whether the text model is part of a larger one."""
         return self.model.config.get_text_config() is not self.model.config
 
     def changes(self) -> list[Change]:
@@ -53,17 +53,17 @@ class Toy:
 
     @cached_property
     def words(self) -> dict[str, Any]:
-        """The text model's configuration, without what inner ones have of all of transformers'."""
+        """The text model's configuration, without keys that all inner configurations share."""
         return {
             key: inner(value) if key in INNER else value
             for key, value in self.model.config.get_text_config().to_dict().items()
         }
 
     def changed(self, change: Change) -> torch.nn.Module:
-        """transformers' model of the changed configuration.
+        """Returns transformers' model with the changed configuration.
 
         Raises:
-            Exception: what transformers raises of it.
+            Exception: any exception of transformers.
         """
         words = {**deepcopy(self.words), **deepcopy(change.keys)}
         if change.absent:
@@ -89,9 +89,9 @@ class Toy:
         return model
 
     def write(self, model: torch.nn.Module, folder: Path, change: Change | None = None) -> Path:
-        """The folder of a changed model, as transformers writes it.
+        """Writes a changed model as transformers does; returns the folder.
 
-        Of `change`, config.json says no more than the key left out, or its value.
+        Of `change`, config.json only has the omitted key or its value.
         """
         folder.mkdir(exist_ok=True, parents=True)
         if shapes(model) != shapes(self.model) or tied(model) != tied(self.model):
@@ -112,12 +112,12 @@ class Toy:
 
 
 def toy(name: str, folder: Path, family: Published | None = None) -> Toy:
-    """Makes and writes it.
+    """Makes and writes a toy.
 
     Args:
-        name: of the family.
-        folder: where to.
-        family: of another table than `FAMILIES`.
+        name: name of the family.
+        folder: target folder.
+        family: a family outside of `FAMILIES`.
     """
     model = make(family or FAMILIES[name])
     model.save_pretrained(folder)
@@ -129,7 +129,7 @@ def shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def tied(model: Any) -> bool:
-    """Whether tokens are read and written by one array."""
+    """Returns whether the embedding is also the head."""
     parts = model.config.get_text_config(), model.config  # a part may leave it to the whole
     return bool(next(p.tie_word_embeddings for p in parts if hasattr(p, "tie_word_embeddings")))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders as mlx-lm's `convert` writes them, of transformers' small models.
+"""Converts transformers' small models to folders as mlx-lm's `convert` writes them.
 
-mlx-lm's module of a family, as mlx-lm has it, reads the arrays and writes them under its own names;
-so folders of the mlx-community are made. Weights are drawn so that quantization keeps them: then
+mlx-lm's module of a family reads the arrays and writes them under its own names, as for the
+folders of mlx-community. Weights are chosen so that quantization keeps them, so
 transformers' forward of the same weights is the reference.
 """
 
@@ -24,11 +24,11 @@ _ROUNDS = 8  # until rounding changes nothing
 
 
 def rounded(model: torch.nn.Module, bits_of: Any) -> None:
-    """Brings weights to values that quantization keeps.
+    """Rounds weights to values that quantization keeps.
 
     Args:
-        model: transformers'.
-        bits_of: of a parameter's name; None leaves it.
+        model: transformers' model.
+        bits_of: returns the bits for a parameter's name; None keeps it.
     """
     for name, parameter in model.named_parameters():
         bits = bits_of(name)
@@ -46,24 +46,24 @@ def rounded(model: torch.nn.Module, bits_of: Any) -> None:
 
 
 def _inputs_first(model: Any, name: str) -> bool:
-    """Whether rows of the parameter are inputs, as nowhere else."""
+    """Returns whether the parameter's rows are inputs, unlike elsewhere."""
     family = model.config.model_type
     return (family == "gpt2" and ".h." in name) or (family == "gpt_oss" and ".experts." in name)
 
 
-#: Modules that cannot read what transformers 5 writes, and were given older files. In folders that
-#: mlx-lm writes, their arrays have the same names, so the mended module writes them.
+#: Modules that cannot read what transformers 5 writes, but older files. In folders that
+#: mlx-lm writes, their arrays have the same names, so the patched module writes them.
 OLDER = ("gpt2", "gpt_oss", "jamba", "kimi_linear", "olmo_hybrid", "qwen3_next")
 
 
 def convert(folder: Path, out: Path, module: str, bits_of: Any = None) -> Path:
-    """What `mlx_lm.convert` makes of a folder whose config.json mlx-lm can read.
+    """Converts a folder whose config.json mlx-lm can read, as `mlx_lm.convert` does.
 
     Args:
-        folder: as published.
-        out: to write.
-        module: of mlx-lm.
-        bits_of: of a module's path; None: the model is not quantized.
+        folder: published folder.
+        out: target folder.
+        module: module of mlx-lm.
+        bits_of: returns the bits for a module's path; None: no quantization.
     """
     config = load_config(folder)
     model: Any = dense_model(folder) if module in OLDER else own_model(folder, module)

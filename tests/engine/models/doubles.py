@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's kernels that exist for a GPU only, in MLX's operations."""
+"""mlx-lm's GPU-only kernels in MLX's operations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlx_lm.models import bitlinear_layers, muse_spark
 
 
 def install(monkeypatch) -> None:
-    """Puts them in the place of the kernels."""
+    """Replaces the kernels."""
     for double in (
         qk_norm,
         qk_norm_rope,
@@ -22,7 +22,7 @@ def install(monkeypatch) -> None:
 
 
 def ternary(self, x, packed):
-    """Of weights -1, 0, 1 in two bits, a quarter of the rows after the other."""
+    """Multiplies by weights -1, 0, 1 in two bits, packed from the four quarters of the rows."""
     parts = [((packed >> shift) & 3).astype(x.dtype) - 1 for shift in (0, 2, 4, 6)]
     scale = 1 / self.weight_scale if self.invert_weight_scales else self.weight_scale
     return (x @ mx.concatenate(parts).T) * scale
@@ -63,7 +63,7 @@ def rms_norm_sigmoid_gate(x, gate, *, eps):
 
 
 def post_expert_norm_combine(experts, weights, *, norm_weight, eps):
-    # The sum of squares is of the products with the weight, as of InputScaleRMSNorm.
+    # The sum of squares is over products with the weight, as in InputScaleRMSNorm.
     normed = mx.fast.rms_norm(experts * norm_weight, None, eps)
     return (normed * weights[..., None]).sum(axis=-2).astype(experts.dtype)
 

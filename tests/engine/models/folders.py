@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each folder of mlx-vlm holds: a text model, another one's text model, or none."""
+"""Classifies mlx-vlm's folders: a text model, another one's text model, or none."""
 
 
 def _names(words: str) -> dict[str, str]:
-    """Maps folders to reasons; each line has a reason, and folders after a colon."""
+    """Maps folders to reasons; each line has a reason, a colon, and folders."""
     lines = [line.partition(":") for line in words.strip().splitlines()]
     return {name: reason.strip() for reason, _, names in lines for name in names.split()}
 
 
-#: Folders whose module gives no logits of a vocabulary step by step from text alone, and why.
+#: Folders whose module does not generate from text alone, with reasons.
 NOT_TEXT = _names("""
 an encoder: bert embedding_gemma2 gemma3_embedding lfm2_colbert lfm2_embedding lfm2_encoder
 an encoder, too: llama_bidirec llama_nemotron_vl_embedding ministral3_embedding modernbert
@@ -24,7 +24,7 @@ decodes what an encoder of images gives: florence2 nemotron_parse
 several models, a pipeline: indic_ocr nemotron_voicechat
 """)
 
-#: Folders whose text model is that of a module of mlx-lm, or of another folder: counted there.
+#: Folders with the text model of an mlx-lm module or another folder, which is counted there.
 SAME_TEXT = _names("""
 Klear: klear
 lille-130m: lille_130m
@@ -57,7 +57,7 @@ youtu_llm: youtu_vl
 molmo2: molmo_point
 """)
 
-#: Modules of mlx-lm that are wrappers of another one's text model: counted there.
+#: Modules of mlx-lm that wrap another one's text model, which is counted there.
 SAME_TEXT_OF_MLX_LM = _names("""
 gemma3_text: gemma3
 gemma4_text: gemma4
@@ -69,7 +69,7 @@ qwen3: qwen3_vl
 qwen3_moe: qwen3_vl_moe
 """)
 
-#: Text models of their own for which there is no row in `settings.mlx_vlm_models`, and why.
+#: Distinct text models without a row in `settings.mlx_vlm_models`, with reasons.
 WITHOUT_ROW = _names("""
 keeps an indexer's keys beside K and V: longcat_flash_sparse qwen4_exp
 feeds coordinates back that it reads from hidden states: falcon_perception

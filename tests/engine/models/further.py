@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of the other families of mlx-lm's with states or latent attention."""
+"""Small models of mlx-lm's other families with states or latent attention."""
 
 from engine.models import latent, recurrent
 from engine.models.latent import EXPERTS, KDA, MLA
@@ -72,7 +72,7 @@ _QWEN = DELTA | {
         "mrope_section": [2, 1, 1],
     },
 }
-# The last two layers read the K and V of others.
+# The last two layers read K and V of earlier ones.
 _GEMMA_3N = {
     "model_type": "gemma3n_text",
     "num_hidden_layers": 6,
@@ -283,7 +283,7 @@ FAMILIES |= {
     "gemma3n": Family("gemma3n", "Gemma3nForConditionalGeneration", {"text_config": _GEMMA_3N}),
 }
 FAMILIES |= {
-    # K and V are mixed with those of the token before.
+    # K and V are mixed with those of the previous token.
     "baichuan_m1": Family(
         "baichuan_m1",
         "BaichuanM1ForCausalLM",
@@ -296,7 +296,7 @@ FAMILIES |= {
             "num_swa_key_value_heads": 2,
         },
     ),
-    # The tokens before are a state.
+    # The previous tokens are a state.
     "longcat_flash_ngram": Family(
         "longcat_flash_ngram",
         "LongcatFlashNgramForCausalLM",
@@ -313,7 +313,7 @@ FAMILIES |= {
             "mamba_step": 2,
         },
     ),
-    # Latents of positions that an indexer chooses. With few heads of it, scores are often equal.
+    # Latents with an indexer that selects positions. With few heads of it, scores are often equal.
     "deepseek_v32": Family("deepseek_v32", "DeepseekV32ForCausalLM", MLA | EXPERTS | _INDEXER),
     "glm_moe_dsa": Family(
         "glm_moe_dsa",
@@ -327,7 +327,7 @@ FAMILIES |= {
         },
     ),
 }
-#: These, and those of the two other tables.
+#: These and the two other tables together.
 ALL = recurrent.FAMILIES | latent.FAMILIES | FAMILIES
 _V41 = {
     "num_hidden_layers": 2,
@@ -346,7 +346,7 @@ _V41 = {
     "index_topk": 8,
     "hc_mult": 2,
 }
-#: What mlx-lm has and the paged path refuses, with words of the reason.
+#: Models of mlx-lm that the paged path rejects, with words of the reason.
 REFUSED = {
     "deepseek_v41": (
         Family("deepseek_v41", "DeepseekV41ForCausalLM", _V41),
@@ -358,7 +358,7 @@ REFUSED = {
             "Phi3SmallForCausalLM",
             {
                 "num_hidden_layers": 2,
-                # Of these the module leaves some out, by number.
+                # The module leaves some of these out, by number.
                 "vocab_size": 100352,
                 "dense_attention_every_n_layers": 2,
                 "ff_intermediate_size": 96,

@@ -45,7 +45,7 @@ _LONGROPE = {
 FAMILIES = {
     "deepseek_v3": Family("deepseek_v3", "DeepseekV3ForCausalLM", MLA | EXPERTS),
     "glm4_moe_lite": Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", MLA | EXPERTS),
-    # Keys of another size than values.
+    # Keys and values of different sizes.
     "minicpm3": Family(
         "minicpm3",
         "MiniCPM3ForCausalLM",
@@ -84,13 +84,13 @@ FAMILIES = {
         {
             "num_hidden_layers": 3,
             "head_dim": 16,
-            "attn_logit_softcapping": 2.0,  # low, so that it matters
+            "attn_logit_softcapping": 2.0,  # low, so that it has an effect
             "final_logit_softcapping": 30.0,
             "query_pre_attn_scalar": 16,
             "sliding_window": 4096,
         },
     ),
-    # The last two layers read the K and V of others.
+    # The last two layers read K and V of earlier ones.
     "gemma4_text": Family(
         "gemma4_text",
         "Gemma4ForCausalLM",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families that are compared with no class of transformers', by module of mlx-lm's."""
+"""mlx-lm's modules that are not compared with a transformers class."""
 
-#: By module of mlx-lm's with a class of transformers', why no small model of it is here.
+#: Modules with a class in transformers, and why there is no small model of them here.
 LEFT_OUT: dict[str, str] = {
     "gemma3": "the text model is gemma3_text; vLLM takes the multimodal one, which is refused",
     "gemma4": "its text model is gemma4_text, which it calls",
@@ -15,7 +15,7 @@ LEFT_OUT: dict[str, str] = {
     "qwen3_vl_moe": "multimodal, refused",
     "step3p5": "transformers has its configuration and no class for generation",
 }
-#: Likewise of those that transformers has a class of from 5.20 on.
+#: The same for modules whose class exists from transformers 5.20 on.
 SINCE_5_20: dict[str, str] = {
     "bailing_hybrid": "not compared yet, and nor is it with the class of another package",
     "muse_spark": "not compared yet; the class is of the multimodal model",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/model-matrix.md: a row for each of mlx-lm's modules, read off a small model of it.
+"""Generates docs/model-matrix.md: a row per mlx-lm module, from a small model of it.
 
 `python -m engine.models.matrix` from tests/ prints the table.
 """
@@ -47,7 +47,7 @@ _BLOCK = 16
 
 @dataclass(frozen=True)
 class Row:
-    """What is known of a module."""
+    """The facts about a module."""
 
     module: str
     cells: tuple[str, ...]
@@ -59,13 +59,13 @@ class Row:
 
 
 def modules() -> list[str]:
-    """mlx-lm's modules of language models."""
+    """Returns mlx-lm's language model modules."""
     files = Path(mlx_lm.models.__path__[0]).glob("*.py")
     return sorted((path.stem for path in files if path.stem not in HELPERS), key=str.lower)
 
 
 def of_transformers() -> dict[str, published.Published]:
-    """By module, the small model of transformers' that it reads."""
+    """Maps modules to the small transformers models that they can read."""
     found: dict[str, published.Published] = {}
     refused = (family for family, _ in published.REFUSED.values())
     for family in (*published.FAMILIES.values(), *refused):
@@ -75,7 +75,7 @@ def of_transformers() -> dict[str, published.Published]:
 
 
 def small_model(module: str) -> Any:
-    """Without weights that are computed."""
+    """Makes a model without computing its weights."""
     own = plain.with_those_of_states() | {name: f for name, (f, _) in further.REFUSED.items()}
     model_class, arguments = registry.classes({"model_type": module})
     if module in own:
@@ -87,13 +87,13 @@ def small_model(module: str) -> Any:
 
 
 def reference(module: str) -> str:
-    """Who judges what it computes: mlx-lm where transformers' files cannot be read."""
+    """Returns the reference: transformers, or mlx-lm if it cannot read transformers' files."""
     read = module in of_transformers() and module not in NOT_READ
     return "transformers" if read else "mlx-lm"
 
 
 def row(module: str) -> Row:
-    """Reads a module's small model."""
+    """Makes a row from a module's small model."""
     judge = REAL.get(module, "small"), reference(module)
     model = small_model(module)
     try:
@@ -114,7 +114,7 @@ def row(module: str) -> Row:
 
 
 def drafts(model: Any, module: str) -> str:
-    """Kinds of speculation: a head of another network reads hidden states, and embeds tokens."""
+    """Returns the kinds of speculation; external heads need hidden states and an embedding."""
     parts = ModelParts(model)
     try:
         parts.observe(lambda states: None)
@@ -126,7 +126,7 @@ def drafts(model: Any, module: str) -> str:
 
 
 def moves(layers: list[Any]) -> bool:
-    """Whether a block leaves the pool as rows of a page and comes back, as to disk and to peers."""
+    """Returns whether a block can leave the pool as page rows and return, as for disk and peers."""
     states = {layer.name: layer.allocate(3, _BLOCK, mx.float32, SCATTER) for layer in layers}
     pages = BlockPages(states, [[name] for name in states])
     block = np.array([1], np.int32)
@@ -137,7 +137,7 @@ def moves(layers: list[Any]) -> bool:
 
 
 def table() -> Iterator[str]:
-    """Lines of Markdown."""
+    """Yields lines of Markdown."""
     yield "| " + " | ".join(HEAD) + " |"
     yield "| " + " | ".join("---" for _ in HEAD) + " |"
     for module in modules():
@@ -145,7 +145,7 @@ def table() -> Iterator[str]:
 
 
 def served(rows: list[Row]) -> float:
-    """The share of rows that are not refused."""
+    """Returns the share of supported rows."""
     return sum(not row.refused for row in rows) / len(rows)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named changes of a configuration of transformers': every key is changed, and others are added.
+"""Named changes of a transformers configuration: changes every key, and adds others.
 
-A change is as large as is needed to be seen in a text of 40 tokens: a window of 5, an epsilon of
-0.3. A key that counts only beside others brings them along.
+Changes are large enough to affect a text of 40 tokens: a window of 5, an epsilon of 0.3. A key that
+only matters with others brings them along.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-#: Tokens of the text that a change is to be seen in.
+#: Length of the text that a change must affect.
 LENGTH = 40
-#: What says which model it is, of what dtype, or in which of Python's types transformers returns
-#: what it computes.
+#: Keys that identify the model, or set its dtype or the Python types of transformers'
+#: results.
 IDENTITY = frozenset(
     (
         "_name_or_path",
@@ -26,13 +26,13 @@ IDENTITY = frozenset(
         "transformers_version",
     )
 )
-#: Keys of inner configurations.
+#: Inner configurations' keys.
 INNER = ("attn_config", "ffn_config")
-#: Keys of all of transformers' configurations, which inner ones have, too.
+#: Keys of all transformers configurations, which inner ones have too.
 _OF_ALL = frozenset(PreTrainedConfig().to_dict()) | {"_name_or_path", "output_attentions"}
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "relu", "relu2", "silu")
 _GROUPS = {2: 3, 6: 3, 1: 2, 3: 1, 8: 4}
-#: By key: the other values. Numbers that are not here are made smaller by two fifths or by one.
+#: Other values by key. Other numbers are reduced by two fifths or by one.
 VALUES: Mapping[str, tuple[Any, ...]] = {
     "activation_sparsity_pattern": ([0.9, 0.2, 0.0, 0.0, 0.0],),
     "altup_active_idx": (1,),
@@ -105,7 +105,7 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "vocab_size": (104,),
     "zero_expert_num": (1,),
 }
-#: Keys that count only beside others.
+#: Keys that only matter with others.
 BESIDE: Mapping[str, Mapping[str, Any]] = {
     "attn_temperature_tuning": {"floor_scale": 4},
     "floor_scale": {"attn_temperature_tuning": True},
@@ -119,7 +119,7 @@ BESIDE: Mapping[str, Mapping[str, Any]] = {
     "num_expert_group": {"num_experts_per_token": 2},
 }
 _OF_WINDOWS = ("max_window_layers", "sliding_window", "use_sliding_window")
-#: Keys of one family or another, and values that would count there.
+#: Keys of some families, with values that would matter there.
 FOREIGN: Mapping[str, Any] = {
     "attention_bias": True,
     "attention_chunk_size": 5,
@@ -158,13 +158,13 @@ FOREIGN: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a configuration."""
+    """A change of a configuration."""
 
     key: str  # a dot before each key of an inner dictionary
     value: Any
-    keys: Mapping[str, Any]  # of the configuration, and what they are instead
-    added: bool = False  # whether transformers' class does not have the key
-    absent: bool = False  # whether config.json does not have the key
+    keys: Mapping[str, Any]  # changed keys and their values
+    added: bool = False  # whether transformers' class lacks the key
+    absent: bool = False  # whether config.json lacks the key
 
     @property
     def name(self) -> str:
@@ -172,9 +172,9 @@ class Change:
 
 
 def omissions(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterator[Change]:
-    """Each key left out, each null, and each with its class's default, where it has another one."""
+    """Yields each key omitted, each null, and each at a different default of its class."""
     for key, value in config.items():
-        # The default of a model's depth: rounding is most of what so many drawn layers compute.
+        # With the default depth, the result is mostly rounding errors of many random layers.
         if key in {*IDENTITY, "num_hidden_layers"} or key.startswith("_"):
             continue
         beside = {name: each for name, each in BESIDE.get(key, {}).items() if name in config}
@@ -186,7 +186,7 @@ def omissions(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> Iterato
 
 
 def changes(config: Mapping[str, Any]) -> Iterator[Change]:
-    """All of them, of a configuration as `to_dict` of transformers' class says it."""
+    """Yields all changes of a configuration, given as `to_dict` of transformers' class."""
     for key, value in config.items():
         if key in IDENTITY:
             continue
@@ -206,19 +206,19 @@ def changes(config: Mapping[str, Any]) -> Iterator[Change]:
 
 
 def inner(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is an inner configuration's own."""
+    """Returns the keys that are specific to an inner configuration."""
     return {key: value for key, value in config.items() if key not in _OF_ALL}
 
 
 def _of_a_list(key: str, config: Mapping[str, Any]) -> bool:
-    """Whether a list for each layer would be of another length."""
+    """Returns whether a per-layer list would get another length."""
     layers = config.get("num_hidden_layers")
     return isinstance(FOREIGN[key], list) and layers not in (None, len(FOREIGN[key]))
 
 
 def _beside(key: str, value: Any, config: Mapping[str, Any]) -> Mapping[str, Any]:
     rope = config.get("rope_parameters") or {}
-    if key in rope:  # they say the same
+    if key in rope:  # they mean the same
         return {"rope_parameters": {**rope, key: value}}
     if key in _OF_WINDOWS and config.get("use_sliding_window") is False:
         window = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
@@ -238,7 +238,7 @@ def _beside(key: str, value: Any, config: Mapping[str, Any]) -> Mapping[str, Any
 
 
 def _others(key: str, value: Any) -> Iterator[Any]:
-    """Other values of a key."""
+    """Yields other values of a key."""
     if key in VALUES:
         yield from (other for other in VALUES[key] if other != value)
     elif key.endswith(("hidden_act", "hidden_activation", "activation_function")):
@@ -268,7 +268,7 @@ def _other_lists(value: list[Any]) -> Iterator[list[Any]]:
     if numbers and len(numbers) == len(value):
         yield [round(each * (0.6 + 0.1 * index), 3) for index, each in enumerate(value)]
     elif len(set(map(str, value))) > 1:
-        yield [*value[1:], value[0]]  # in another order, which need not repeat
+        yield [*value[1:], value[0]]  # another order, which need not repeat
         yield [*value[:1], *value[:-1]]
     elif "full_attention" in value:
         yield ["sliding_attention", *value[1:]]
@@ -277,7 +277,7 @@ def _other_lists(value: list[Any]) -> Iterator[list[Any]]:
 
 
 def _of_ropes(config: Mapping[str, Any]) -> Iterator[Change]:
-    """Of the rope, or of that of each type of layers."""
+    """Yields changes of the RoPE parameters, or those of each layer type."""
     ropes = config["rope_parameters"] or {}
     if not any(isinstance(rope, Mapping) for rope in ropes.values()):
         for name, value, rope, beside in _other_ropes(ropes, config):
@@ -293,7 +293,7 @@ def _of_ropes(config: Mapping[str, Any]) -> Iterator[Change]:
 def _other_ropes(
     rope: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
-    """The key, its value, the rope, and what else the configuration must say."""
+    """Yields (key, value, RoPE parameters, other required configuration keys)."""
     for key, value in rope.items():
         if key == "rope_theta":
             yield key, 37.0, {**rope, key: 37.0}, {}
@@ -322,7 +322,7 @@ def _other_ropes(
         yield "partial_rotary_factor", 0.5, {**rope, "partial_rotary_factor": 0.5}, {}
 
 
-#: By type of scaled ropes, their parameters.
+#: Parameters of scaled RoPE by type.
 SCALINGS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "linear": {"factor": 3.0},
@@ -339,13 +339,13 @@ SCALINGS: Mapping[str, Mapping[str, Any]] = {
 
 
 def _other_shares(value: Any, config: Mapping[str, Any]) -> list[float]:
-    """Of a head, so that an even number of it is rotated."""
+    """Returns shares of a head that rotate an even number of elements."""
     less = 0.25 if _rotated({}, config) % 8 == 0 else 1 / 3
     return [share for share in (less, 1.0) if share != value]
 
 
 def _rotated(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Numbers of a head that positions turn."""
+    """Returns the number of rotated elements in a head."""
     width = config.get("qk_rope_head_dim") or config.get("head_dim")
     if width is None and "hidden_size" in config:
         width = config["hidden_size"] // config["num_attention_heads"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's modules, and what people type who serve a model of each."""
+"""Maps mlx-lm's modules to names of served models."""
 
-#: Parts that other modules share.
+#: Modules that are parts of others.
 HELPERS = frozenset(
     (
         *("__init__", "activations", "base", "bitlinear_layers", "cache", "gated_delta", "mla"),
@@ -10,7 +10,7 @@ HELPERS = frozenset(
 )
 #: Real weights that the tests load.
 REAL = {"llama": "SmolLM2-135M"}
-#: Of the embedded text models, the module that transformers' published test model is read by.
+#: Modules that read transformers' published test models of embedded text models.
 PUBLISHED_AS = {"minimax_m2": "minimax", "falcon_mamba": "mamba", "mistral": "llama"}
 
 _TEXT = """

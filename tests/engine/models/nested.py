@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of mlx-lm's modules that read a `text_config`: of multimodal files, mostly."""
+"""Small models of mlx-lm's modules that read a `text_config`, mostly of multimodal files."""
 
 from engine.models.recurrent import VOCAB, Family
 
@@ -40,7 +40,7 @@ _PACKED = {
         "mrope_section": [2, 1, 1],
     },
 }
-#: Linear layers of two bits.
+#: Linear layers with two bits.
 PACKED = Family(
     "prism_hadamard_qwen35",
     "PrismHadamardForCausalLM",
@@ -61,7 +61,7 @@ PACKED = Family(
         "text_config": _PACKED,
     },
 )
-#: Multimodal files, of which the text model is served: it has another module, or its own.
+#: Multimodal files with a served text model, which has another module or its own.
 _TEXT = {**ODD, **HEAD}
 FAMILIES = {
     module: Family(module, architecture, {"vocab_size": VOCAB, "text_config": config})

@@ -102,7 +102,7 @@ INKLING: dict[str, Any] = {
 
 
 def _inkling(model_type: str) -> Family:
-    # With the names of MLP widths in Inkling's own files.
+    # The MLP widths have the names in Inkling's own files.
     text = INKLING | {
         "model_type": "inkling_text",
         "sliding_window_size": 7,
@@ -219,7 +219,7 @@ V4: dict[str, Any] = {
 FAMILIES = {
     family.module: family
     for family in (
-        # A dense layer first; layers without windows have no RoPE.
+        # First a dense layer; layers without windows have no RoPE.
         _family(
             "cohere2_moe",
             "Cohere2MoeForCausalLM",
@@ -260,7 +260,7 @@ FAMILIES = {
                 "tie_word_embeddings": False,
             },
         ),
-        # Pairs of numbers, for text and images.
+        # Pairs of elements for text and images.
         _family(
             "ernie4_5_moe_vl",
             "Ernie4_5_VLMoeForConditionalGeneration",
@@ -292,7 +292,7 @@ FAMILIES = {
                 "vision_config": {"model_type": "ernie4_5_vl_moe_vision"},
             },
         ),
-        # Half of each head is rotated, beside sinks.
+        # Half of each head is rotated; with sinks.
         _family(
             "falcon_ocr",
             "FalconOCRForCausalLM",
@@ -333,7 +333,7 @@ FAMILIES = {
                 "vision_config": {"model_type": "glm_ocr_vision", "depth": 2},
             },
         ),
-        # The same layers in several cycles, each with K and V of its own.
+        # The same layers in several cycles, each with its own K and V.
         _family(
             "hrm_text",
             "HrmTextForCausalLM",
@@ -459,7 +459,7 @@ FAMILIES = {
                 "vision_config": {"model_type": "mllama_vision_model", "hidden_size": 16},
             },
         ),
-        # Two of the tokens are added to the embedding's.
+        # Adds two tokens' embeddings.
         Family(
             "molmo",
             "MolmoForCausalLM",
@@ -558,7 +558,7 @@ FAMILIES = {
                 "vision_config": {"model_type": "perception_encoder"},
             },
         ),
-        # Latents, and streams that hyper-connections mix.
+        # Latents, and streams mixed by hyper-connections.
         _family("xing4_0", "Xing4ForCausalLM", **_LATENTS, **_ROUTED, hc_mult=2),
         _family(
             "youtu_vl",
@@ -570,7 +570,7 @@ FAMILIES = {
             mlp_bias=True,
             vision_config={"model_type": "siglip2_vision_model"},
         ),
-        # Sums over all tokens instead of attention, positions in a table, linear layers of few
+        # Sums over all tokens instead of attention, positions in a table, linear layers with few
         # inputs.
         Family(
             "z1t",
@@ -585,7 +585,7 @@ FAMILIES = {
                 "tanh_mlp": True,
             },
         ),
-        # Convolutions of queries and keys, values of the previous token, and an expert that skips.
+        # Convolutions of queries and keys, values of the previous token, and a skipping expert.
         Family(
             "zaya1_vl",
             "Zaya1VLForConditionalGeneration",
@@ -595,7 +595,7 @@ FAMILIES = {
                 "num_attention_heads": 6,
                 "num_key_value_heads": 2,
                 "num_query_groups": 2,
-                "intermediate_size": None,  # which only the tower has
+                "intermediate_size": None,  # only the vision tower has it
                 "head_dim": 16,
                 "ffn_hidden_size": 80,
                 "num_experts": 3,
@@ -613,7 +613,7 @@ FAMILIES = {
         _inkling("inkling_text"),
     )
 }
-#: config.json as published, where its keys are not those of the small model's.
+#: Published config.json keys that differ from the small model's.
 AS_PUBLISHED: dict[str, dict[str, Any]] = {
     "hy_v4": ODD
     | _LATENTS
@@ -813,7 +813,7 @@ def _falcon_ocr(arrays: Arrays) -> Arrays:
             (".mlp.", ".feed_forward."),
         ):
             name = name.replace(ours, published, 1)
-        if ".w13." in name:  # gate and up by turns
+        if ".w13." in name:  # gate and up alternate
             array = mx.stack(mx.split(array, 2), axis=1).reshape(array.shape)
         found[name] = array
     return found
@@ -865,7 +865,7 @@ def _moondream3(arrays: Arrays) -> Arrays:
     return named | {name: mx.zeros((2, 3)) for name in towers}
 
 
-#: By model_type, what makes the small model's arrays those of a published file.
+#: By model_type: converts the small model's arrays to those of a published file.
 PUBLISHED_NAMES = {
     "falcon_ocr": _falcon_ocr,
     "jvlm": _jvlm,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of each family with recurrent state, latents or other caches, and those caches."""
+"""Small models of families with recurrent state, latents or other caches."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +14,17 @@ from vllm_metal.engine.attention.layers import (
     SequenceLayer,
 )
 
-#: Small models of one module: the one that stands in the table, and variants that do not.
+#: Small models of one module: the table's, and variants.
 _VARIANTS = ("qwen3_next, large states",)
 
 
 def families():
-    """By module of mlx-lm, in alphabetical order."""
+    """Returns the families by mlx-lm module, in alphabetical order."""
     return {name: further.ALL[name] for name in sorted(further.ALL) if name not in _VARIANTS}
 
 
 def modules_with_states_or_latents() -> Iterator[str]:
-    """mlx-lm's modules that make such caches themselves, or compute with latents."""
+    """Yields mlx-lm's modules that make such caches themselves or compute with latents."""
     for path in sorted(Path(mlx_lm.models.__path__[0]).glob("*.py")):
         text = path.read_text()
         makes_states = "def make_cache" in text and "ArraysCache(" in text
@@ -33,7 +33,7 @@ def modules_with_states_or_latents() -> Iterator[str]:
 
 
 def kinds(layers) -> list[str]:
-    """Each kind of layer once, in the order of the model."""
+    """Returns the distinct kinds of layers in the model's order."""
     return list(dict.fromkeys(kind(layer) for layer in layers))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of mlx-lm's modules for which transformers has no class, or not of such files.
+"""Small models of mlx-lm's modules that lack a usable class in transformers.
 
-Their shapes are odd: three query heads a K/V head, heads wider than hidden size / heads, a share of
-each head rotated, multipliers that are not 1, biases, layers in no repeating pattern.
+Their shapes are unusual: three query heads per K/V head, heads wider than hidden size / heads,
+partially rotated heads, multipliers other than 1, biases, layers in no repeating pattern.
 """
 
 from engine.models import further, nested
@@ -109,7 +109,7 @@ FAMILIES = {
             qkv_bias=True,
             rope_scaling={"rope_type": "dynamic", "factor": 2.0},
         ),
-        # All layers twice: over the whole text, and over a window as well.
+        # All layers twice: over the whole text, and also over a window.
         _family(
             "iquestloopcoder",
             "IQuestLoopCoderForCausalLM",
@@ -227,7 +227,7 @@ FAMILIES = {
         ),
         _family("talkie", "TalkieForCausalLM", **HEAD),
         _family("telechat3", "TeleChat3ForCausalLM", **HEAD, **_BIASES),
-        # What transformers writes of these, mlx-lm's modules cannot read.
+        # mlx-lm's modules cannot read what transformers writes for these.
         _family("bitnet", "BitNetForCausalLM", attention_bias=True),
         _family("nanochat", "NanoChatForCausalLM"),
         _family(
@@ -251,10 +251,10 @@ FAMILIES = {
 
 
 def all_families() -> dict[str, Family]:
-    """By module of mlx-lm's."""
+    """Returns the families by mlx-lm module."""
     return {**FAMILIES, **nested.FAMILIES, nested.PACKED.module: nested.PACKED}
 
 
 def with_those_of_states() -> dict[str, Family]:
-    """The same, and those whose layers keep states or latents."""
+    """Like `all_families`, with those whose layers keep states or latents."""
     return further.ALL | all_families()

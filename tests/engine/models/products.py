@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts how often each weight takes part in a product in the graph of a step's forward."""
+"""Counts the products of each weight in the graph of a step's forward."""
 
 from collections import Counter
 
@@ -13,21 +13,21 @@ from vllm_metal.cli.fit.graph import record, recordable
 from vllm_metal.engine.batch.input_batch import StepDrafts, prepare
 from vllm_metal.engine.batch.requests import BlockTables, Requests
 
-#: Of one step: the rows that each request has computed before, those of the step that are certain,
-#: and the drafts behind them. A chunk of a prompt that ends one block and begins another, two
-#: requests that decode, two that verify drafts.
+#: A step's rows per request: already computed, certain in this step, and drafts. A prompt
+#: chunk that ends one block and starts another, two requests that decode, two that verify
+#: drafts.
 MIXTURE = ((17, 23, 0), (20, 1, 0), (9, 1, 0), (12, 1, 1), (30, 1, 4))
 _PRODUCTS = ("Matmul", "AddMM", "QuantizedMatmul", "GatherMM", "GatherQMM")
 
 
 def rows_of_products(graph, names):
-    """By name of a parameter the products that read it, as it is or in another shape.
+    """Maps parameters to the row counts of the products that read them, possibly reshaped.
 
-    Of each the rows of what the parameter is multiplied with: 1 of one with a vector.
+    The counts are the rows of the other factor: 1 for a vector.
 
     Args:
-        graph: recorded; its first inputs are the parameters.
-        names: of those, in order.
+        graph: recorded graph; its first inputs are the parameters.
+        names: parameters' names in order.
     """
     whose = {array: {name} for array, name in zip(graph.inputs, names, strict=False)}
     rows = {name: [] for name in names}
@@ -43,17 +43,17 @@ def rows_of_products(graph, names):
 
 
 def products(graph, names):
-    """By name of a parameter the number of those products."""
+    """Maps parameters to the number of those products."""
     return Counter({name: len(found) for name, found in rows_of_products(graph, names).items()})
 
 
 def counted(model_type, mixture=MIXTURE):
-    """The same of one step's forward of a family's small model."""
+    """Counts for one step of a family's small model."""
     return products(*recorded(build(model_type), model_type, mixture))
 
 
 def recorded(model, model_type, mixture=MIXTURE):
-    """The graph of one step's forward of a model, and the names of its parameters."""
+    """Records the graph of one step of a model; returns it and the parameters' names."""
     width = -(-max(map(sum, mixture)) // BLOCK)
     run = executor(model, model_type, num_blocks=1 + width * len(mixture))
     tables, batch = _step(run, mixture, width)
@@ -70,12 +70,12 @@ def recorded(model, model_type, mixture=MIXTURE):
 
 
 def _step(run, mixture, width):
-    """Block tables, and the step's batch; the rows before it are computed."""
+    """Returns block tables and a step's batch; earlier rows are computed."""
     rng = np.random.default_rng(5)
     requests = Requests(len(mixture), 128, BlockTables(1, len(mixture), width))
     newest = mx.zeros(len(mixture), mx.int32)
     for index, (before, certain, _) in enumerate(mixture):
-        # A request that decodes has its last token from the step before.
+        # A decoding request has its last token from the previous step.
         length = before if certain == 1 else before + certain
         tokens = rng.integers(0, VOCAB, length).tolist()
         blocks = [1 + width * index + block for block in range(width)]

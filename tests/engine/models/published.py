@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models as transformers' own classes write them, of families that mlx-lm has too.
+"""Small models written by transformers' own classes, of families that mlx-lm also has.
 
-Their shapes are odd where the family allows it: three query heads a K/V head, heads wider than
-hidden size / heads, keys of another width than values, multipliers that are not 1, biases, layers
-in no repeating pattern. Weights are drawn so large that texts vary.
+Their shapes are unusual where the family allows it: three query heads per K/V head, heads wider
+than hidden size / heads, keys and values of different widths, multipliers other than 1, biases,
+layers in no repeating pattern. Weights are large enough that texts vary.
 """
 
 import inspect
@@ -62,7 +62,7 @@ _LATENT = {
     "v_head_dim": 20,
 }
 #: With few heads, many positions have a score of zero in all of them, and torch's `topk` does not
-#: state which of equal ones it chooses.
+#: specify which of equal scores it selects.
 _INDEXER = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 8}
 _DELTA = {
     "linear_conv_kernel_dim": 4,
@@ -72,7 +72,7 @@ _DELTA = {
     "linear_num_value_heads": 6,
     "layer_types": _STATES,
 }
-#: Keys that some classes read and do not declare.
+#: Keys that some classes read without declaring them.
 _UNDECLARED = ("global_head_dim", "head_dim", "num_hidden_layers")
 _GPT = {"vocab_size": VOCAB, "n_embd": 72, "n_layer": 3, "n_head": 6, "n_positions": 512}
 _MULTIPLIERS = {
@@ -88,7 +88,7 @@ def _rope(theta: float = 10000.0, **changes: Any) -> dict[str, Any]:
 
 
 def _ropes(**changes: Any) -> dict[str, Any]:
-    """Of layers with a window, and of the others."""
+    """Returns RoPE parameters of layers with a window, and of the others."""
     both = {"sliding_attention": {"rope_theta": 100.0}, "full_attention": {"rope_theta": 5000.0}}
     return {
         "rope_parameters": {
@@ -100,11 +100,11 @@ def _ropes(**changes: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Published:
-    """A small model of one of transformers' families."""
+    """A small model of a transformers family."""
 
     model_type: str  # of the text model's configuration
-    config: dict[str, Any]  # what differs from the common part
-    common: bool = True  # whether the common part belongs to it
+    config: dict[str, Any]  # differences from the common part
+    common: bool = True  # whether the common part is included
 
 
 _HALF = _rope(partial_rotary_factor=0.5) | {"partial_rotary_factor": 0.5}
@@ -420,7 +420,7 @@ FAMILIES: dict[str, Published] = {
         "longcat_flash": _LATENT
         | {
             "head_dim": 8,
-            "num_hidden_layers": 4,  # two a block
+            "num_hidden_layers": 4,  # two per block
             "ffn_hidden_size": 88,
             "expert_ffn_hidden_size": 40,
             "moe_topk": 3,
@@ -439,7 +439,7 @@ FAMILIES: dict[str, Published] = {
         | _HEAD
         | _HALF
         | {"shared_expert_intermediate_size": 40},
-        # transformers writes the three parts of a convolution as if they were of one width.
+        # transformers writes the three parts of a convolution as if they had the same width.
         "olmo_hybrid": _DELTA
         | {"linear_num_key_heads": 6, "linear_value_head_dim": 8, "num_key_value_heads": 2},
         "falcon_h1": _HEAD
@@ -721,7 +721,7 @@ FAMILIES |= {
         },
         common=False,
     ),
-    # Layers 0 and 2 attend to images only, so text passes by them.
+    # Layers 0 and 2 only attend to images, so text bypasses them.
     "mllama": Published(
         "mllama",
         {
@@ -774,12 +774,12 @@ FAMILIES |= {
 
 
 def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
-    """transformers' model in float32, with weights so large that its texts vary.
+    """Makes transformers' float32 model with weights large enough that its texts vary.
 
     Args:
-        family: whose small model it is.
-        seed: of its weights.
-        changes: of its configuration.
+        family: the family.
+        seed: seed of the weights.
+        changes: changes of the configuration.
     """
     config = configuration(family, **changes)
     torch.manual_seed(seed)
@@ -789,13 +789,13 @@ def make(family: Published, seed: int = 0, **changes: Any) -> torch.nn.Module:
 
 
 def auto_class(config: Any) -> Any:
-    """The class that makes a configuration's model: the whole where a text model is a part."""
+    """Returns the auto class for a configuration's whole model."""
     has_images = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if has_images else AutoModelForCausalLM
 
 
 def configuration(family: Published, **changes: Any) -> Any:
-    """transformers' own, of the small model."""
+    """Returns transformers' configuration of the small model."""
     if family.model_type == "hy_v4":
         _rotate_neighbors()
     content = (_COMMON if family.common else {}) | family.config | changes
@@ -806,29 +806,29 @@ def configuration(family: Published, **changes: Any) -> Any:
 def _rotate_neighbors() -> None:
     """Makes transformers' Hy4 rotate the pairs of elements that its weights were trained with.
 
-    Its class pairs elements of a head's halves, and takes the published weights as they are. Hy4's
+    Its class pairs elements of a head's halves, but takes the published weights unchanged. Hy4's
     authors pair neighbors in vLLM (`HYV4MLAAttention`, `is_neox_style=False`), as llama.cpp does.
     """
     modeling_hy_v4.apply_rotary_pos_emb = modeling_glm_moe_dsa.apply_rotary_pos_emb_interleave
 
 
 def _declared(of_family: Any, content: dict[str, Any]) -> dict[str, Any]:
-    """What the family's configuration has; it would write the rest into config.json as well."""
+    """Returns only the keys that the family's configuration declares."""
     names = of_family.attribute_map
     own = {*inspect.signature(of_family).parameters, *names, *names.values()}
-    own |= {"partial_rotary_factor", *_UNDECLARED}  # the first is taken by all, and moved
+    own |= {"partial_rotary_factor", *_UNDECLARED}  # all take the first one, in another place
     return {key: value for key, value in content.items() if key in own}
 
 
 def draw(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Draws all but what a recurrence's stability hangs on, which is moved a little."""
+    """Draws parameters; those that a recurrence's stability depends on vary only a little."""
     for name, parameter in model.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         last = name.rpartition(".")[2]
         of_norm = parameter.ndim == 1 and last == "weight"
         if last in ("A_log", "D", "dt_bias") or of_norm:
             parameter.data = parameter.data + 0.2 * drawn
-        elif name.endswith(("hc.scale", "hc_scale")):  # else streams have nearly the same weights
+        elif name.endswith(("hc.scale", "hc_scale")):  # otherwise streams have nearly equal weights
             parameter.data = 1.0 + 0.2 * drawn
         elif parameter.ndim >= 2:
             inputs = parameter.shape[-1] if parameter.shape[-2] > 1 else parameter[0].numel()
@@ -846,13 +846,13 @@ def draw(model: torch.nn.Module, generator: torch.Generator) -> None:
 
 
 def write(model: Any, folder: Path) -> str:
-    """Saves it as transformers does."""
+    """Saves the model as transformers does."""
     model.save_pretrained(folder)
     return str(folder)
 
 
 def log_probabilities(model: Any, prompts: list[list[int]]) -> list[np.ndarray]:
-    """Of each prompt [length, V] float32, by transformers' forward of the whole text."""
+    """Returns [length, V] float32 per prompt, by transformers' forward of the whole text."""
     found = []
     with torch.no_grad():
         for prompt in prompts:
@@ -861,7 +861,7 @@ def log_probabilities(model: Any, prompts: list[list[int]]) -> list[np.ndarray]:
     return found
 
 
-#: What transformers has and the engine refuses, with words of the reason.
+#: Models of transformers that the engine rejects, with words of the reason.
 REFUSED: dict[str, tuple[Published, str]] = {
     "minimax": (FAMILIES.pop("minimax"), "linear_attn_alpha_factor"),
 }

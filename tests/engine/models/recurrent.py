@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of the families whose layers keep a recurrent or convolution state."""
+"""Small models of the families with recurrent or convolution states."""
 
 import importlib
 import json
@@ -19,10 +19,10 @@ VOCAB = 64
 
 @dataclass(frozen=True)
 class Family:
-    """A family of mlx-lm's or mlx-vlm's, and a small model of it."""
+    """A family of mlx-lm or mlx-vlm, and a small model of it."""
 
-    module: str  # of mlx_lm.models; a model_type where mlx-vlm has the module
-    architecture: str  # of config.json
+    module: str  # in mlx_lm.models; a model_type if mlx-vlm has the module
+    architecture: str  # in config.json
     config: dict[str, Any]
 
 
@@ -41,7 +41,7 @@ _COMMON = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
-#: Of them, what vLLM reads.
+#: The subset that vLLM reads.
 _UNREAD = ("bos_token_id", "eos_token_id", "max_position_embeddings", "torch_dtype")
 _TEXT_OF = {"qwen3_5_moe": "qwen3_5"}
 MOE = {
@@ -75,7 +75,7 @@ FAMILIES = {
         "Qwen3NextForCausalLM",
         DELTA | MOE | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     ),
-    # Mamba 2 and attention side by side in each layer.
+    # Mamba 2 and attention in parallel in each layer.
     "falcon_h1": Family(
         "falcon_h1",
         "FalconH1ForCausalLM",
@@ -148,7 +148,7 @@ FAMILIES = {
             "block_types": ["recurrent", "recurrent", "attention"],
         },
     ),
-    # Mamba 2 alone.
+    # Mamba 2 only.
     "mamba2": Family(
         "mamba2",
         "Mamba2ForCausalLM",
@@ -174,19 +174,19 @@ FAMILIES = {
 
 
 def config_of(family: Family) -> dict[str, Any]:
-    """config.json of the family's small model."""
+    """Returns config.json of the family's small model."""
     head = {"model_type": family.module, "architectures": [family.architecture]}
     read = _named(family.module)
     common = {key: value for key, value in _COMMON.items() if key in read or key in _UNREAD}
     if "text_config" in family.config:
-        if "hidden_size" not in read:  # of another module, which the text is read by
+        if "hidden_size" not in read:  # another module reads the text model
             common = _COMMON
         return head | family.config | {"text_config": common | family.config["text_config"]}
     return head | common | family.config
 
 
 def _named(module: str) -> set[str]:
-    """Keys that the module, or the one it takes its text model from, reads."""
+    """Returns the keys read by the module, or by the one that provides its text model."""
     if module in MLX_VLM_MODELS:
         _, arguments = registry.classes({"model_type": module})
         content = vars(sys.modules[arguments.__module__])
@@ -197,12 +197,12 @@ def _named(module: str) -> set[str]:
 
 
 def make_model(family: Family, seed: int = 1, drawn: bool = False) -> Any:
-    """The small model, with random weights.
+    """Makes the small model with random weights.
 
     Args:
-        family: whose it is.
-        seed: of the weights.
-        drawn: whether they are so large that texts vary, biases and norms among them.
+        family: the family.
+        seed: seed of the weights.
+        drawn: use weights large enough that texts vary, including biases and norms.
     """
     config = config_of(family)
     if family.module in MLX_VLM_MODELS:
@@ -222,7 +222,7 @@ def make_model(family: Family, seed: int = 1, drawn: bool = False) -> Any:
 
 
 def draw(model: Any) -> None:
-    """Draws all but what a recurrence's stability hangs on, which is moved a little."""
+    """Draws parameters; those that a recurrence's stability depends on vary only a little."""
     found = []
     for name, array in tree_flatten(model.parameters()):
         if array.dtype in (mx.uint8, mx.uint32):  # packed weights
@@ -249,7 +249,7 @@ def draw(model: Any) -> None:
 
 
 def write_model(family: Family, folder: Path, seed: int = 1, drawn: bool = False) -> str:
-    """The same as a folder that vLLM and mlx-lm load."""
+    """Writes the small model as a folder that vLLM and mlx-lm can load."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(family)))
     weights = dict(tree_flatten(make_model(family, seed, drawn).parameters()))

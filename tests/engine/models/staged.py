@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models cut into stages, which run one after another in this process."""
+"""Splits small models into pipeline stages that run one after another in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = (40, 1, 23)
 
 
 class Chain:
-    """The stages of a model, as one that `chunk_by_chunk` runs."""
+    """The stages of a model as a single one, for `chunk_by_chunk`."""
 
     def __init__(self, module: str, weights: Any, cuts: list[int]) -> None:
         self.runs = []
@@ -58,7 +58,7 @@ def stage(module: str, weights: Any, start: int, end: int | None) -> ModelExecut
 
 
 def whole(module: str) -> Any:
-    """A small model, its weights drawn so that each has a part in the result."""
+    """Makes a small model in which every weight affects the result."""
     mx.random.seed(4)
     model = matrix.small_model(module)
     recurrent.draw(model)
@@ -67,7 +67,7 @@ def whole(module: str) -> Any:
 
 
 def gap(module: str, model: Any, cuts: list[int]) -> float:
-    """By how much logits of stages differ from those of mlx-lm's dense forward, at most."""
+    """Returns the largest logit difference between the stages and mlx-lm's dense forward."""
     rng = np.random.default_rng(3)
     vocab = model(mx.zeros((1, 1), mx.int32)).shape[-1]
     prompts = [rng.integers(3, vocab, n).tolist() for n in LENGTHS]

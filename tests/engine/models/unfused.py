@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fixture that takes a compiler out of tests of what models compute."""
+"""A fixture that disables MLX's compilation in tests of models' results."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,10 @@ import pytest
 
 @pytest.fixture
 def unfused() -> Iterator[None]:
-    """MLX runs each operation by itself.
+    """Makes MLX run each operation separately.
 
-    Its CPU backend runs g++ for each kernel of several operations, a second for each of some 30 in
-    a new family. `test_compiled.py` is of graphs whose operations are fused.
+    Its CPU backend runs g++ for each fused kernel, a second for each of some 30 in
+    a new family. `test_compiled.py` tests graphs with fused operations.
     """
     mx.disable_compile()
     yield

@@ -13,13 +13,13 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from vllm_metal.engine.models.embedded import embedded_model_path
 
-#: Files of a tokenizer.
+#: Tokenizer files.
 _TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "chat_template")
 HIDDEN = 64
 
 
 def qwen3(folder: Path, tied: bool = True, seed: int = 0, **changes: Any) -> str:
-    """A Qwen3 of two layers with the tokenizer of the embedded SmolLM2, in a folder of its own."""
+    """Writes a two-layer Qwen3 with the tokenizer of the embedded SmolLM2."""
     folder.mkdir(parents=True)
     source = Path(embedded_model_path(dequantize=True))
     for path in source.iterdir():
@@ -36,7 +36,7 @@ def qwen3(folder: Path, tied: bool = True, seed: int = 0, **changes: Any) -> str
         "max_position_embeddings": 2048,
         "tie_word_embeddings": tied,
         "pad_token_id": 0,
-        "initializer_range": 0.2,  # so that texts differ, and neighbors of a token count
+        "initializer_range": 0.2,  # so that texts differ, and adjacent tokens matter
     }
     torch.manual_seed(seed)
     Qwen3ForCausalLM(Qwen3Config(**settings | changes)).save_pretrained(folder)
@@ -44,7 +44,7 @@ def qwen3(folder: Path, tied: bool = True, seed: int = 0, **changes: Any) -> str
 
 
 def as_decoder_alone(folder: str) -> None:
-    """Renames the arrays as sentence-transformers publishes Qwen3-Embedding: without "model."."""
+    """Renames the arrays as published for Qwen3-Embedding: without the prefix "model"."""
     path = Path(folder) / "model.safetensors"
     arrays = {
         name.removeprefix("model."): array
@@ -57,7 +57,7 @@ def as_decoder_alone(folder: str) -> None:
 def as_sentence_transformer(
     folder: str, pooling: str = "lasttoken", normalize: bool = True, dense: int | None = None
 ) -> None:
-    """Adds what sentence-transformers reads: pooling, a Dense layer to so many values, a norm."""
+    """Adds files of sentence-transformers: pooling, a Dense layer with `dense` outputs, a norm."""
     root = Path(folder)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     mode = {"lasttoken": "lasttoken", "mean": "mean_tokens", "cls": "cls_token"}[pooling]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The laws that samplers are held to, as fixtures."""
+"""Provides the sampling distributions that samplers must follow, as fixtures."""
 
 from collections.abc import Callable
 

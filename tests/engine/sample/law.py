@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sampling distribution straight from the definitions, one row at a time, in float64."""
+"""Computes the sampling distribution from its definition, one row at a time, in float64."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def distribution(
     output: Sequence[int] = (),
     grammar: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """float64 [V] probabilities of the next token; greedy puts all on one token."""
+    """Returns the next token's probabilities, float64 [V]; greedy: 1 for one token."""
     scores = logits.astype(np.float64).copy()
     vocabulary = range(len(scores))
     if grammar is not None:
@@ -59,10 +59,10 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
-    """Chi-square: how likely counts at least this far from the expected ones are.
+    """Returns the chi-square probability of counts at least this far from the expected ones.
 
-    counts: int [B], how often each outcome came. expected: float64 [B], its probability. 0 where an
-    impossible outcome came.
+    counts: int [B], count of each outcome. expected: float64 [B], its probability. Returns 0 if an
+    impossible outcome occurred.
     """
     if counts[expected == 0].any():
         return 0.0
@@ -76,9 +76,9 @@ def p_value(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 def assert_follows(counts: np.ndarray, expected: np.ndarray) -> None:
-    """See `p_value`.
+    """Asserts that counts follow a distribution; see `p_value`.
 
-    A right sampler fails with probability 1e-4 over the choice of engine seed; the seed is fixed,
-    so a pass today is a pass tomorrow.
+    A correct sampler fails with probability 1e-4 over the choice of the engine seed; it is fixed,
+    so the result is reproducible.
     """
     assert p_value(counts, expected) > 1e-4

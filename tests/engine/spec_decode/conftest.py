@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in this process: one that is forked after MLX was used here would never answer."""
+"""In-process engines, because a process forked after MLX was used would hang."""
 
 import os
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as quantizers publish them, written and read again by code that is not ours.
+"""Writes and reads weights in published quantization formats, with code that is not ours.
 
 compressed-tensors' compressors write and decompress; vLLM's utilities pack GPTQ and AWQ; torch has
-FP8; transformers decodes MXFP4's blocks. Where a library only packs, the values are the format's
+FP8; transformers decodes MXFP4's blocks. If a library only packs, the values come from the format's
 formula in float64.
 """
 
@@ -31,23 +31,23 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack, 
 class Stored:
     """A weight in a format."""
 
-    tensors: dict[str, torch.Tensor]  # by what their names end in, behind the module's
-    dense: torch.Tensor  # [out, in] float64: the values that they stand for
+    tensors: dict[str, torch.Tensor]  # by suffix after the module's name
+    dense: torch.Tensor  # [out, in] float64: the represented values
 
 
 @dataclass(frozen=True)
 class Format:
     """A format and its settings."""
 
-    quantization: dict[str, Any]  # of config.json
-    store: Callable[[torch.Tensor], Stored]  # of an [out, in] float32 weight
-    error: float = 1e-6  # largest error served with, relative to the weights' rms, in float32
-    #: What a 16-bit dtype of scales adds: float16, bfloat16.
+    quantization: dict[str, Any]  # in config.json
+    store: Callable[[torch.Tensor], Stored]  # takes an [out, in] float32 weight
+    error: float = 1e-6  # maximum error relative to the weights' rms, in float32
+    #: Additional error with a 16-bit dtype of scales: float16, bfloat16.
     rounding: tuple[float, float] = (2e-3, 1.6e-2)
 
 
 def fp8(weight: torch.Tensor, block: tuple[int, int] | None, powers: bool, name: str) -> Stored:
-    """E4M3 with a scale a block; a block of (1, 0) is a row, None the tensor."""
+    """Stores E4M3 with a scale per block; a block of (1, 0) is a row, None the tensor."""
     num_out, num_in = weight.shape
     rows, columns = (num_out, num_in) if block is None else (block[0], block[1] or num_in)
     down, along = -(-num_out // rows), -(-num_in // columns)
@@ -65,7 +65,7 @@ def fp8(weight: torch.Tensor, block: tuple[int, int] | None, powers: bool, name:
 
 
 def compressed(weight: torch.Tensor, compressor: Any, **args: Any) -> Stored:
-    """What a compressor of compressed-tensors writes and decompresses."""
+    """Stores and decompresses with a compressor of compressed-tensors."""
     given = QuantizationArgs(**args)
     scheme = QuantizationScheme(targets=["Linear"], weights=given)
     num_out, num_in = weight.shape
@@ -108,7 +108,7 @@ def compressed(weight: torch.Tensor, compressor: Any, **args: Any) -> Stored:
 def _integers(
     weight: torch.Tensor, bits: int, by: int, symmetric: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[in, out] integers, [groups, out] scales in float16 and zeros."""
+    """Returns [in, out] integers, [groups, out] scales in float16, and zeros."""
     columns = weight.T.reshape(-1, by, weight.shape[0])
     steps = 2**bits - 1
     if symmetric:
@@ -123,7 +123,7 @@ def _integers(
 
 
 def _stream(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs down columns, a bit after the other: [n * bits / 32, columns] int32 of [n, columns]."""
+    """Packs bits along columns: [n, columns] to [n * bits / 32, columns] int32."""
     each = (values.numpy()[:, None] >> np.arange(bits)[None, :, None]) & 1
     stream = each.reshape(-1, 32, values.shape[1]).astype(np.uint64)
     words = (stream << np.arange(32, dtype=np.uint64)[None, :, None]).sum(1)
@@ -138,7 +138,7 @@ def gptq(
     less_one: bool = True,
     act_order: bool = False,
 ) -> Stored:
-    """GPTQ's layout: a stream of bits down columns."""
+    """Stores in GPTQ's layout: a bit stream along columns."""
     num_out, num_in = weight.shape
     order = torch.arange(num_in)
     if act_order:
@@ -152,7 +152,7 @@ def gptq(
     ) * scales.double().repeat_interleave(by, 0)
     values = values[back].contiguous()
     stored_zeros = zeros - int(less_one)
-    if bits < 4:  # vLLM's utilities pack what its kernels read
+    if bits < 4:  # vLLM's utilities pack for its kernels
         packed, packed_zeros = _stream(values, bits), _stream(stored_zeros.T, bits).T
     else:
         packed = gptq_pack(values, bits, num_in, num_out)
@@ -162,7 +162,7 @@ def gptq(
 
 
 def awq(weight: torch.Tensor, by: int) -> Stored:
-    """AWQ's layout: words along outputs, in AWQ's order."""
+    """Stores in AWQ's layout: words along outputs, in AWQ's order."""
     num_out, num_in = weight.shape
     values, scales, zeros = _integers(weight, 4, by, False)
     dense = (
@@ -177,7 +177,7 @@ def awq(weight: torch.Tensor, by: int) -> Stored:
 
 
 def awq_gemv(weight: torch.Tensor, by: int) -> Stored:
-    """AutoAWQ's WQLinear_GEMV: words along inputs, in order, and room for groups that are not."""
+    """Stores as AutoAWQ's WQLinear_GEMV: words along inputs, in order, with padding groups."""
     num_out, num_in = weight.shape
     values, scales, zeros = _integers(weight, 4, by, False)
     dense = (
@@ -196,7 +196,7 @@ def awq_gemv(weight: torch.Tensor, by: int) -> Stored:
 
 
 def modelopt_nvfp4(weight: torch.Tensor) -> Stored:
-    """compressed-tensors' NVFP4 under modelopt's names, whose scale of the tensor multiplies."""
+    """Stores compressed-tensors' NVFP4 under modelopt's names, with a multiplied global scale."""
     stored = compressed(weight, NVFP4PackedCompressor, **_NVFP4)
     tensors = {
         "weight": stored.tensors["weight_packed"],
@@ -245,7 +245,7 @@ def _fp8(block: tuple[int, int] | None, powers: bool = False, **settings: Any) -
         fp8, block=block, powers=powers, name="weight_scale_inv" if by_block else "weight_scale"
     )
     exact = powers or not by_block
-    # 5.5e-3 of normally distributed weights; outliers widen their groups.
+    # 5.5e-3 for normally distributed weights; outliers widen their groups.
     return Format(said, store, 1e-6 if exact else 1e-2)
 
 
@@ -336,7 +336,7 @@ FORMATS: dict[str, Format] = {
 
 
 def weight_of(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:
-    """Drawn values, with outliers in a few columns and rows of very different size."""
+    """Draws values with outliers in a few columns and rows of very different scale."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(shape, generator=generator)
     weight[:, :: shape[1] // 3] *= 12

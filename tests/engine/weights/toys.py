@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small models of transformers' classes whose linear layers are stored in a published format."""
+"""Small transformers models with linear layers in a published format."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-#: Sizes that groups and blocks divide, or cut.
+#: Sizes that groups and blocks divide, or do not.
 SIZES = {
     "hidden_size": 192,
     "intermediate_size": 192,
@@ -28,10 +28,10 @@ SIZES = {
     "head_dim": 32,
 }
 OF_FAMILY = {
-    "mixtral": {"num_attention_heads": 6, "num_key_value_heads": 2},  # head_dim follows
-    "qwen3_moe": {"mlp_only_layers": []},  # else the first layer with experts is the fourth
+    "mixtral": {"num_attention_heads": 6, "num_key_value_heads": 2},  # determines head_dim
+    "qwen3_moe": {"mlp_only_layers": []},  # otherwise the first layer with experts is the fourth
 }
-#: What published files leave in the model's dtype.
+#: Parts that published files keep in the model's dtype.
 DENSE = ("embed", "lm_head", "norm", "router", ".gate.", "conv1d", "mlp.gate", "shared_expert_gate")
 PROMPT = [1, 5, 9, 33, 77, 12, 4, 8, 90]
 
@@ -40,13 +40,13 @@ def write_quantized(family: str, form: str, folder: Path, **changes: Any) -> np.
     """Writes a model in a format.
 
     Returns:
-        [length, V] log-probabilities of PROMPT, by transformers with the values that are stored.
+        [length, V] log-probabilities of PROMPT, by transformers with the stored values.
     """
     return log_probabilities(reference_of(family, form, folder, **changes), [PROMPT])[0]
 
 
 def reference_of(family: str, form: str, folder: Path, **changes: Any) -> torch.nn.Module:
-    """Writes a model in a format, and returns transformers' model of the values that are stored."""
+    """Writes a model in a format; returns transformers' model of the stored values."""
     own = FAMILIES[family]
     layers = {"layer_types": own.config["layer_types"][:3]} if "layer_types" in own.config else {}
     model: Any = make(own, **SIZES | layers | OF_FAMILY.get(family, {}) | changes)
@@ -60,7 +60,7 @@ def reference_of(family: str, form: str, folder: Path, **changes: Any) -> torch.
 
 
 def reference_of_gpt_oss(folder: Path, **changes: Any) -> torch.nn.Module:
-    """Writes gpt-oss as OpenAI publishes it, and returns transformers' model of its values."""
+    """Writes gpt-oss as OpenAI publishes it; returns transformers' model of its values."""
     model: Any = make(FAMILIES["gpt_oss"], hidden_size=96, intermediate_size=64, **changes)
     write(model, folder)
     path, generator = folder / "model.safetensors", torch.Generator().manual_seed(0)
@@ -84,12 +84,12 @@ def reference_of_gpt_oss(folder: Path, **changes: Any) -> torch.nn.Module:
     return model
 
 
-#: Parts of the names of arrays that published files of Hy4 do not quantize.
+#: Name parts of arrays that published files of Hy4 do not quantize.
 DENSE_IN_HY4 = ("embed_tokens", "hc", "lm_head", "mlp.gate.", "weights_proj")
 
 
 def reference_of_hy_v4(folder: Path) -> torch.nn.Module:
-    """Writes Hy4 in MXFP8, a layer's experts in one array, and returns transformers' model."""
+    """Writes Hy4 in MXFP8, a layer's experts in one array; returns transformers' model."""
     sizes = {name: SIZES[name] for name in SIZES if name not in ("head_dim", "num_hidden_layers")}
     model: Any = make(FAMILIES["hy_v4"], **sizes, index_head_dim=64)
     for name, parameter in model.named_parameters():
@@ -148,7 +148,7 @@ def _is_mxfp8(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _as_mxfp8(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 values, and a biased exponent for each 32 of them; exact if they are read back."""
+    """Returns E4M3 values, and a biased exponent per 32 of them; exact if read back."""
     groups = tensor.unflatten(-1, (-1, 32))
     exponents = torch.ceil(torch.log2(groups.abs().amax(-1) / 448))
     values = (groups / 2 ** exponents[..., None]).to(torch.float8_e4m3fn).flatten(-2)
@@ -158,7 +158,7 @@ def _as_mxfp8(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def stored_as(
     form: str, tensors: dict[str, torch.Tensor], left_out: tuple[str, ...] = DENSE
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A model's tensors with linear layers in a format, and with the values that these have."""
+    """Returns a model's tensors with linear layers in a format, and their stored values."""
     stored: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
     for name, tensor in _one_by_one(tensors).items():
@@ -174,7 +174,7 @@ def stored_as(
 
 
 def write_stored(form: str, stored: dict[str, torch.Tensor], folder: Path) -> None:
-    """Writes tensors in a format into a folder whose config.json is there."""
+    """Writes tensors in a format into a folder that has a config.json."""
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = FORMATS[form].quantization
@@ -182,7 +182,7 @@ def write_stored(form: str, stored: dict[str, torch.Tensor], folder: Path) -> No
 
 
 def _one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Experts under names of their own, as checkpoints of before transformers 5 have them."""
+    """Splits experts into separate arrays, as in checkpoints from before transformers 5."""
     found = {}
     for name, tensor in tensors.items():
         head, _, last = name.rpartition(".")
@@ -197,6 +197,6 @@ def _one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def log_probs(model: Any) -> np.ndarray:
-    """[length, V] of PROMPT, by an mlx-lm model."""
+    """Returns [length, V] of PROMPT, by an mlx-lm model."""
     logits = model(mx.array([PROMPT]))[0].astype(mx.float32)
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))

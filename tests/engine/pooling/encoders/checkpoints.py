@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small encoders with random weights, made and saved by transformers, which is the reference."""
+"""Small random encoders, made and saved by transformers, which is the reference."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +11,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 _SIZES = {
     "vocab_size": 90,
-    "hidden_size": 48,  # whose root is no number of few bits
+    "hidden_size": 48,  # its root has no short binary form
     "num_attention_heads": 4,
     "intermediate_size": 80,
 }
 _BERT = {**_SIZES, "num_hidden_layers": 2, "max_position_embeddings": 130}
-#: vLLM wants the key, which transformers 5 no longer writes.
+#: Required by vLLM, no longer written by transformers 5.
 _XLMR = {**_BERT, "pad_token_id": 1, "position_embedding_type": "absolute"}
 _MODERN = {
     **_SIZES,
@@ -41,7 +41,7 @@ _GEMMA = {
     "use_bidirectional_attention": True,
 }
 
-#: By architecture: transformers' configuration, and what it is made with.
+#: Maps architectures to transformers' configuration and its arguments.
 CONFIGS: dict[str, tuple[type[PretrainedConfig], dict]] = {
     "BertModel": (transformers.BertConfig, _BERT),
     "BertForSequenceClassification": (transformers.BertConfig, _BERT | {"num_labels": 3}),
@@ -60,19 +60,19 @@ CONFIGS: dict[str, tuple[type[PretrainedConfig], dict]] = {
 
 
 def make(architecture: str, folder: Path, **changes) -> PreTrainedModel:
-    """Saves a model of random weights, and returns it.
+    """Saves and returns a model with random weights.
 
     Args:
-        architecture: of CONFIGS.
-        folder: for it.
-        changes: of its configuration.
+        architecture: a key of CONFIGS.
+        folder: target folder.
+        changes: configuration changes.
     """
     config_class, values = CONFIGS[architecture]
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config_class(**(values | changes))).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # transformers begins with biases of 0 and norms of 1, which would hide mistakes.
+            # transformers initializes biases to 0 and norms to 1, which would hide errors.
             if "norm" in name.lower() or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
@@ -82,14 +82,14 @@ def make(architecture: str, folder: Path, **changes) -> PreTrainedModel:
 
 
 def texts(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Random tokens of texts, none of them padding."""
+    """Makes texts of random tokens without padding."""
     rng = np.random.default_rng(seed)
     return [rng.integers(3, _SIZES["vocab_size"], length).tolist() for length in lengths]
 
 
 @torch.no_grad()
 def hidden_states(model: PreTrainedModel, tokens: list[int], types: list[int] | None = None):
-    """[T, H] float32 of one text, alone, by transformers."""
+    """Returns [T, H] float32 of one text, alone, by transformers."""
     body = getattr(model, model.base_model_prefix, model)
     given = {} if types is None else {"token_type_ids": torch.tensor([types])}
     out = body(torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens)), **given)

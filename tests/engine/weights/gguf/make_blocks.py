@@ -2,7 +2,7 @@
 """Makes blocks.npz of test_blocks.py: `python make_blocks.py LLAMA_CPP`.
 
 llama.cpp's own ggml-quants.c, compiled alone, quantizes weights with outliers to each type and
-dequantizes them. Kept are the blocks and the values. Needs gcc and a checkout of
+dequantizes them. Saves the blocks and the values. Needs gcc and a checkout of
 https://github.com/ggml-org/llama.cpp.
 """
 
@@ -17,7 +17,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 OUT = Path(__file__).parent / "blocks.npz"
 ROWS, COLUMNS = 3, 512
-#: Quantized types, but for those of activations alone, and one that gguf does not dequantize.
+#: Quantized types, except those only for activations, and one that gguf cannot dequantize.
 KINDS = [
     kind
     for kind, (block, _) in GGML_QUANT_SIZES.items()
@@ -26,7 +26,7 @@ KINDS = [
 
 
 def compiled(llama_cpp: Path, folder: Path) -> ctypes.CDLL:
-    """ggml's functions of blocks, with sizes of types by gguf's table."""
+    """Compiles ggml's block functions, with type sizes from gguf's table."""
     ggml = llama_cpp / "ggml"
     cases = "".join(
         f"case {kind.value}: return n / {block} * {size};\n"
@@ -48,7 +48,7 @@ def compiled(llama_cpp: Path, folder: Path) -> ctypes.CDLL:
 
 
 def weights() -> np.ndarray:
-    """[ROWS, COLUMNS] float32 with outliers, a group of zeros and a row of one sign."""
+    """Makes [ROWS, COLUMNS] float32 with outliers, a group of zeros and a row of one sign."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal((ROWS, COLUMNS)).astype(np.float32) * 0.02
     outliers = rng.choice(values.size, 12, replace=False)
@@ -59,7 +59,7 @@ def weights() -> np.ndarray:
 
 
 def quantized(ggml: ctypes.CDLL, kind: GGMLQuantizationType, values: np.ndarray) -> np.ndarray:
-    """[ROWS, bytes of a row] uint8."""
+    """Quantizes to [ROWS, bytes per row] uint8."""
     block, size = GGML_QUANT_SIZES[kind]
     data = np.zeros((ROWS, COLUMNS // block * size), np.uint8)
     importance = np.abs(values).mean(0).astype(np.float32)
@@ -74,7 +74,7 @@ def quantized(ggml: ctypes.CDLL, kind: GGMLQuantizationType, values: np.ndarray)
 
 
 def dequantized(ggml: ctypes.CDLL, kind: GGMLQuantizationType, data: np.ndarray) -> np.ndarray:
-    """[ROWS, COLUMNS] float32."""
+    """Dequantizes to [ROWS, COLUMNS] float32."""
     values = np.zeros((ROWS, COLUMNS), np.float32)
     function = getattr(ggml, f"dequantize_row_{_stem(kind)}")
     function(_pointer(data), _pointer(values), ctypes.c_int64(values.size))

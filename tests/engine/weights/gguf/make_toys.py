@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the toys of test_served.py: `python make_toys.py LLAMA_CPP [NAME...]`.
 
-Each toy is a small model of transformers with random weights that bfloat16 holds exactly, as
-llama.cpp's own converter writes it, and the logits that transformers computes. Only the GGUF files
-and the logits are kept. Needs a checkout of https://github.com/ggml-org/llama.cpp.
+Each toy is a small transformers model with random weights that bfloat16 holds exactly, converted by
+llama.cpp, with the logits that transformers computes. Only the GGUF files and the
+logits are kept. Needs a checkout of https://github.com/ggml-org/llama.cpp.
 """
 
 import json
@@ -26,7 +26,7 @@ PROMPT = [1, 2, 33, 44, 255, 66, 77, 8, 99, 100, 200, 17]
 
 
 def make_model(name: str) -> torch.nn.Module:
-    """A model whose weights bfloat16 holds, with logits that differ clearly."""
+    """Makes a model with weights that bfloat16 holds, and clearly different logits."""
     torch.manual_seed(0)
     kind, changes, *_ = TOYS[name]
     model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**(BASE | changes)))
@@ -43,7 +43,7 @@ def make_model(name: str) -> torch.nn.Module:
 
 
 def publish(name: str, folder: Path) -> None:
-    """Writes config.json as the hub has it where transformers writes it otherwise."""
+    """Rewrites config.json as on the hub, where transformers writes it differently."""
     _, _, *changes = TOYS[name]
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -53,7 +53,7 @@ def publish(name: str, folder: Path) -> None:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Bytes, and nine more tokens; the family's class may add its own."""
+    """Writes a tokenizer of bytes and nine more tokens; the family's class may add its own."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, *(f"<{i}>" for i in range(8)), "he"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -72,7 +72,7 @@ def convert(folder: Path, out: Path) -> None:
     from conversion.base import ModelBase, ModelType, TextModel, get_model_architecture
 
     with torch.inference_mode():
-        # Published settings as they are; transformers' class would add what they lack.
+        # Published settings unchanged; transformers' class would add missing ones.
         ModelBase.load_hparams = staticmethod(
             lambda folder, *_, **__: json.loads((folder / "config.json").read_text())
         )

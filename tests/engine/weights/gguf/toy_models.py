@@ -56,8 +56,8 @@ GRANITE = {
 }
 FULL, WINDOW = "full_attention", "sliding_attention"
 Toy = tuple[str, dict[str, Any]] | tuple[str, dict[str, Any], dict[str, Any]]
-#: Name -> class of the configuration, what differs from BASE, and what the hub's config.json says
-#: otherwise than transformers writes it; None: it has no such key.
+#: Maps names to the configuration's class, differences from BASE, and differences of the hub's
+#: config.json from what transformers writes; None: the key is absent.
 TOYS: dict[str, Toy] = {
     "llama": ("LlamaConfig", {"tie_word_embeddings": False, "attention_bias": True}),
     "llama3": (
