@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what every module imports, and finds imports that break the order of the folders."""
+"""Finds imports that violate the order of the folders."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-#: Packages, and the folders that hold them.
+#: Packages and their folders.
 PACKAGES = {"vllm_metal": "", "metal_kernels": "", "metal_interpreter": "interpreter"}
-#: Folders from the lowest up: a module imports from its own and from lower ones.
+#: Folders from the lowest up: a module imports only from its own and lower ones.
 FLOORS = (
     "metal_kernels",
     "metal_kernels/selfcheck",
@@ -37,13 +37,13 @@ FLOORS = (
     ),
 )
 
-#: Lower folders that a folder leaves alone, and the modules excepted from that.
+#: Lower folders that a folder must not import, and exempted modules.
 NEVER = {
     "vllm_metal/patches": (("vllm_metal/identity",), ()),
     "vllm_metal/serving": (("vllm_metal/engine", "vllm_metal/kv_transfer"), ()),
     "vllm_metal/cli": (
         ("vllm_metal/engine",),
-        # They plan a model and try kernels; convert it; or find its folder.
+        # They plan a model and test kernels; convert it; or find its folder.
         (
             *("vllm_metal/cli/fit/", "vllm_metal/cli/doctor/", "vllm_metal/cli/main.py"),
             *("vllm_metal/cli/early_checks.py", "vllm_metal/cli/launch/planning.py"),
@@ -55,12 +55,12 @@ NEVER = {
 
 @dataclass(frozen=True)
 class Import:
-    """One module of ours imports another."""
+    """An import of one of our modules by another."""
 
     file: str
     imported: str  # a file
-    name: str | None  # what is taken of it; None: the module itself
-    when: str  # "import", "call" of a function, or for "types" alone
+    name: str | None  # the imported name; None: the module
+    when: str  # "import", "call" of a function, or only for "types"
 
     def __str__(self) -> str:
         return f"{self.file} imports {self.imported} ({self.when})"
@@ -68,14 +68,14 @@ class Import:
 
 @dataclass(frozen=True)
 class Tree:
-    """A checkout, whose files are named by their paths below it."""
+    """A checkout; files are named by their paths below it."""
 
     root: Path
     floors: tuple[str, ...] = FLOORS
 
     @cached_property
     def files(self) -> list[str]:
-        """Every file of the packages."""
+        """Returns all files of the packages."""
         return sorted(
             str(path.relative_to(self.root))
             for package, folder in PACKAGES.items()
@@ -84,17 +84,17 @@ class Tree:
 
     @cached_property
     def tests(self) -> list[str]:
-        """Every file of the tests."""
+        """Returns all files of the tests."""
         return sorted(str(path.relative_to(self.root)) for path in self.root.glob("tests/**/*.py"))
 
     def floor_of(self, file: str) -> str:
-        """The floor of a file's folder; the top one where it has none (vllm_metal/__init__.py)."""
+        """Returns the floor of a file's folder; without one (vllm_metal/__init__.py) the top."""
         within = [floor for floor in self.floors if file.startswith(f"{floor}/")]
         return max(within, key=len, default=self.floors[-1])
 
     @cached_property
     def imports(self) -> list[Import]:
-        """What our modules import of each other, wherever they do."""
+        """Returns all imports between our modules."""
         return [found for file in self.files for found in self._imports_of(file)]
 
     @cached_property
@@ -119,7 +119,7 @@ class Tree:
                         yield Import(file, target, alias.name, when)
 
     def _base(self, file: str, node: ast.ImportFrom) -> str:
-        """The module that a `from` names, relative ones from where the file is."""
+        """Returns the module of a `from` import, with relative ones resolved."""
         if not node.level:
             return node.module or ""
         path = Path(file).relative_to("interpreter" if file.startswith("interpreter/") else "")
@@ -127,7 +127,7 @@ class Tree:
         return ".".join([*parts, *filter(None, [node.module])])
 
     def _file(self, module: str) -> str | None:
-        """The file of one of our modules; None: it is none of ours."""
+        """Returns the file of one of our modules; None for other modules."""
         if (package := module.split(".")[0]) not in PACKAGES:
             return None
         path = self.root / PACKAGES[package] / Path(*module.split("."))
@@ -138,7 +138,7 @@ class Tree:
 
 
 def _placed(node: ast.AST, when: str) -> Iterator[tuple[ast.AST, str]]:
-    """Every statement below one, and when it is run: at import, in a call, or for types alone."""
+    """Yields every statement below a node, and when it runs: import, call, or types only."""
     for child in ast.iter_child_nodes(node):
         inner = when
         if isinstance(child, ast.expr):
@@ -152,14 +152,14 @@ def _placed(node: ast.AST, when: str) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _dotted(node: ast.expr) -> str:
-    """A dotted name; what is not a name counts as nothing before its dot."""
+    """Returns a dotted name; anything but a name before a dot is empty."""
     if isinstance(node, ast.Attribute):
         return f"{_dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""
 
 
 def misplaced(tree: Tree) -> list[str]:
-    """Modules outside every floor, and floors without a module."""
+    """Returns modules outside every floor, and floors without a module."""
     homes = {file: [f for f in tree.floors if file.startswith(f"{f}/")] for file in tree.files}
     found = [
         f"{file} is in no folder of FLOORS"
@@ -171,7 +171,7 @@ def misplaced(tree: Tree) -> list[str]:
 
 
 def upward(tree: Tree) -> list[Import]:
-    """Imports of a module by one that stands on a lower floor."""
+    """Returns imports of a module by one on a lower floor."""
     rank = {floor: place for place, floor in enumerate(tree.floors)}
     return [
         found
@@ -181,7 +181,7 @@ def upward(tree: Tree) -> list[Import]:
 
 
 def cycles(tree: Tree) -> list[str]:
-    """Floors and modules that import each other at import or for types, also through others."""
+    """Returns floors and modules that import each other at import or for types, also indirectly."""
     arrows = [found for found in tree.imports if found.when != "call"]
     floors = _circling((tree.floor_of(each.file), tree.floor_of(each.imported)) for each in arrows)
     modules = _circling((each.file, each.imported) for each in arrows)
@@ -189,7 +189,7 @@ def cycles(tree: Tree) -> list[str]:
 
 
 def _circling(arrows: Iterable[tuple[str, str]]) -> set[str]:
-    """Those from which some arrows lead back to them."""
+    """Returns the nodes on cycles."""
     below = defaultdict(set)
     for above, lower in arrows:
         if above != lower:
@@ -207,7 +207,7 @@ def _circling(arrows: Iterable[tuple[str, str]]) -> set[str]:
 
 
 def private_reaches(tree: Tree) -> list[str]:
-    """What begins with an underscore and is used on another floor: names, modules, attributes."""
+    """Returns private names, modules and attributes that are used on another floor."""
     owned = {file: _private_names(tree.parsed(file)) for file in tree.files}
     of_floor = defaultdict(set)
     for file, names in owned.items():
@@ -231,7 +231,7 @@ def private_reaches(tree: Tree) -> list[str]:
 
 
 def _private_names(parsed: ast.Module) -> set[str]:
-    """Names with one leading underscore that a module, or a class of it, defines."""
+    """Returns names with one leading underscore that a module or its classes define."""
     found = set()
     for node in ast.walk(parsed):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
@@ -239,7 +239,7 @@ def _private_names(parsed: ast.Module) -> set[str]:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             found.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            # Others' attributes that a patch sets are not ours.
+            # Patches may set attributes of others' objects.
             found |= {node.attr} if _is_own(node.value) else set()
     return {name for name in found if re.match(r"_[^_]", name)}
 
@@ -249,9 +249,9 @@ def _is_own(owner: ast.expr) -> bool:
 
 
 def private_in_tests(tree: Tree) -> list[str]:
-    """What begins with an underscore in our packages and is used by a test: read, set or patched.
+    """Returns private names of our packages that a test reads, sets or patches.
 
-    A class of a test may have names of its own that begin with one.
+    A test's own class may have private names.
     """
     owned = set().union(*(_private_names(tree.parsed(file)) for file in tree.files))
     found = []
@@ -264,12 +264,12 @@ def private_in_tests(tree: Tree) -> list[str]:
 
 
 def _private_uses(node: ast.AST, owned: set[str], theirs: set[str]) -> list[str]:
-    """Names of our packages that one node of a test uses.
+    """Returns names of our packages that a test's node uses.
 
     Args:
-        node: any.
-        owned: private names that our packages define.
-        theirs: those of them that the test's file does not define.
+        node: any node.
+        owned: private names of our packages.
+        theirs: the subset that the test's file does not define.
     """
     if isinstance(node, ast.Attribute):
         of_super = isinstance(node.value, ast.Call) and _dotted(node.value.func) == "super"
@@ -288,7 +288,7 @@ def _private_uses(node: ast.AST, owned: set[str], theirs: set[str]) -> list[str]
 
 
 def untyped_plans(tree: Tree) -> list[str]:
-    """Parameters, fields and results called a plan or a trial whose type is Any."""
+    """Returns parameters, fields and results named plan or trial with the type Any."""
     found = []
     for file in tree.files:
         for node in ast.walk(tree.parsed(file)):
@@ -306,7 +306,7 @@ def untyped_plans(tree: Tree) -> list[str]:
 
 
 def knowing(tree: Tree, package: str, unknown: tuple[str, ...]) -> list[str]:
-    """Imports of packages that a package is to know nothing of."""
+    """Returns a package's imports of packages that it must not depend on."""
     found = []
     for file in tree.files:
         if not file.startswith(f"{PACKAGES[package]}/{package}/".lstrip("/")):
@@ -322,7 +322,7 @@ def knowing(tree: Tree, package: str, unknown: tuple[str, ...]) -> list[str]:
 
 
 def never(tree: Tree) -> list[str]:
-    """Uses of a folder by one that leaves it alone."""
+    """Returns uses of a folder by one that must not import it."""
     return [
         use
         for folder, (others, excepted) in NEVER.items()
@@ -332,14 +332,14 @@ def never(tree: Tree) -> list[str]:
 
 
 def uses(tree: Tree, folders: tuple[str, ...], by: str = "") -> list[str]:
-    """What modules outside of some folders use of them, by an import or by a module's name.
+    """Returns uses of folders by modules outside of them, by import or module name.
 
-    The package's own module is left out: it is vLLM's way in, and names the platform.
+    Skips the package's own module, vLLM's entry point, which names the platform.
 
     Args:
         tree: the checkout.
-        folders: those that are used.
-        by: what the paths of the files that are looked at begin with.
+        folders: used folders.
+        by: path prefixes of the files to search.
     """
     inside = tuple(f"{folder}/" for folder in folders)
     names = tuple(folder.replace("/", ".") for folder in folders)

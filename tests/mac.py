@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Mac's memory figures, given to this process at the lowest level: system calls and psutil."""
+"""Fakes a Mac's memory values in this process, in system calls and psutil."""
 
 import ctypes
 import errno
@@ -17,11 +17,11 @@ class Mac:
 
     free: int
     speculative: int
-    files: int  # speculative ones too
+    files: int  # including speculative ones
     anonymous: int
     purgeable: int = 0
     ram: int = 16 * 2**30
-    gpu_share: float = 2 / 3  # what Metal recommends of 16 GB: 10922.67 MiB
+    gpu_share: float = 2 / 3  # Metal's recommendation of 16 GB: 10922.67 MiB
 
     @property
     def pageable(self) -> int:
@@ -29,13 +29,12 @@ class Mac:
 
     @property
     def psutil_available(self) -> int:
-        """As psutil 7 reckons: host_statistics64's free_count, which has the speculative pages, and
-        the inactive ones."""
+        """Bytes as in psutil 7: inactive pages, and free ones with speculative pages."""
         inactive = (self.files - self.speculative + self.anonymous) // 2
         return (self.free + self.speculative + inactive) * PAGE
 
     def numbers(self) -> dict[str, bytes]:
-        """What `sysctl` tells, in the kernel's widths (bsd/vm/vm_unix.c, bsd/kern/kern_mib.c)."""
+        """Values of `sysctl`, in the kernel's width (bsd/vm/vm_unix.c, bsd/kern/kern_mib.c)."""
         counts = {
             "vm.page_free_count": self.free,
             "vm.page_speculative_count": self.speculative,
@@ -51,7 +50,7 @@ class Mac:
         }
 
     def take_over(self, monkeypatch, missing: tuple[str, ...] = ()) -> None:
-        """Has this process see such a Mac, whose kernel does not know the numbers `missing`."""
+        """Makes this process see such a Mac, whose kernel lacks the values `missing`."""
         numbers = {name: n for name, n in self.numbers().items() if name not in missing}
         tell_numbers(monkeypatch, numbers)
         memory = SimpleNamespace(total=self.ram, available=self.psutil_available)
@@ -62,7 +61,7 @@ class Mac:
 
 
 def tell_numbers(monkeypatch, numbers: dict[str, bytes]) -> None:
-    """Puts another `sysctlbyname` in the place of the C library's."""
+    """Replaces the C library's `sysctlbyname`."""
 
     def sysctlbyname(name, old, old_size, new, new_size):
         size = ctypes.cast(old_size, ctypes.POINTER(ctypes.c_size_t)).contents
@@ -81,9 +80,9 @@ def tell_numbers(monkeypatch, numbers: dict[str, bytes]) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: library)
 
 
-#: `sysctl -a` of a 16 GB Mac with an M1 and programs open, as its owner reported it
+#: `sysctl -a` of a 16 GB Mac with an M1 and open programs, reported by its owner
 #: (github.com/OCSInventory-NG/UnixAgent/issues/436): 6 GB are wired or compressed.
 BUSY = Mac(free=3025, speculative=150, files=138_574, anonymous=450_876)
-#: The same Mac with so much open that two thirds of it are wired or compressed.
+#: The same Mac with two thirds of its memory wired or compressed.
 FULL = Mac(free=3025, speculative=150, files=45_000, anonymous=300_000)
 IDLE = Mac(free=600_000, speculative=20_000, files=120_000, anonymous=100_000, purgeable=5_000)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrices of settings: a few combinations by day, more in CI's second step, all at night."""
+"""Covers combinations of settings: few in `make test`, more in CI's second step, all nightly."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-_Row = tuple[int, ...]  # of each axis the index of a value
+_Row = tuple[int, ...]  # index of a value per axis
 
 
 def cover(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
-    """Few combinations of one value of each axis, in the product's order, with every pair.
+    """Returns few combinations that cover every pair of values, in the product's order.
 
     Args:
-        axes: values, any two of which stand together in one of the combinations.
-        strength: how many values of as many axes stand together; 3: every triple does.
+        axes: values of each axis.
+        strength: size of the covered groups of values; 3 covers every triple.
     """
     rows = sorted(_covered([len(axis) for axis in axes], strength))
     return [tuple(axis[at] for axis, at in zip(axes, row, strict=True)) for row in rows]
@@ -27,10 +27,10 @@ def cover(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
 def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrizes a test by all combinations.
 
-    A cover of all pairs has no marker. What it lacks of a cover of all triples is marked more, the
+    A cover of all pairs has no marker. What a cover of all triples adds is marked more, the
     rest slow.
 
-    Args:
+    axes: values by parameter name, at least two axes.
         axes: values by a parameter's name, two axes at least.
     """
     sizes = [len(axis) for axis in axes.values()]
@@ -40,13 +40,13 @@ def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def valuewise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test by all combinations, for axes that hardly depend on each other.
+    """Parametrizes a test by all combinations, for mostly independent axes.
 
-    As many as the longest axis has values are without a marker: each value is in one at least. The
+    As many as the longest axis has values have no marker, and contain each value. The
     rest is marked slow.
 
     Args:
-        axes: values by a parameter's name.
+        axes: values by parameter name.
     """
     sizes = [len(axis) for axis in axes.values()]
     return _parametrized(axes, [tuple(i % size for size in sizes) for i in range(max(sizes))])
@@ -67,9 +67,9 @@ def _parametrized(
 
 
 def _covered(sizes: Sequence[int], strength: int, begun: Iterable[_Row] = ()) -> list[_Row]:
-    """Rows that go on from those begun until each group of values is in one; greedy.
+    """Extends `begun` rows until each group of values is covered, greedily.
 
-    Each row is one that has most groups which none before it has, the first of those.
+    Each row is the first that covers the most new groups.
     """
     strength = min(strength, len(sizes))
     rows = list(product(*map(range, sizes)))
@@ -80,7 +80,7 @@ def _covered(sizes: Sequence[int], strength: int, begun: Iterable[_Row] = ()) ->
     left = set().union(*map(groups, rows))
     chosen = list(begun)
     left.difference_update(*map(groups, chosen))
-    # How many groups a row adds never grows: a number that is still right is the largest.
+    # The number of new groups of a row never grows, so an up-to-date maximum is the largest.
     queue = [(-len(groups(row) & left), row) for row in rows]
     heapq.heapify(queue)
     while left:

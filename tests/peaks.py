@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peaks of MLX's memory that do not depend on how far it runs ahead."""
+"""Measures MLX's peak memory independently of how far it runs ahead."""
 
 import os
 from contextlib import contextmanager, suppress
@@ -14,16 +14,16 @@ _ONE = mx.array(1.0)
 
 
 def least_peak(run=None, prepare=None):
-    """Bytes that a run takes where MLX waits for each operation, or each run that `prepare` gives.
+    """Returns a run's peak bytes with MLX waiting for each operation or prepared run.
 
-    Its CPU backend counts only every tenth of the operations that it waits for
-    (mlx/backend/cpu/encoder.h), so that memory may come back some operations late. The runs begin
-    at each count of the ten, and the least of them is the one that was waited for: of any four
-    numbers in a row one has no factor in common with ten, and ten steps of that many come by each.
-    All of it twice: where other programs run, the threads change places at other operations.
+    Its CPU backend only counts every tenth of the operations that it waits for
+    (mlx/backend/cpu/encoder.h), so memory may be freed some operations late. The runs start
+    at each of the ten counts, and the least peak is the exact one: one of any four
+    consecutive numbers is coprime to ten, and ten steps of that many reach each count.
+    Everything is repeated, because other programs shift the threads.
 
-    Nothing is taken from MLX's cache: a buffer from there may be twice as large as what is asked
-    for, and counts whole.
+    MLX's cache is not used: a cached buffer may be twice as large as requested, and counts
+    completely.
     """
     peaks = []
     with _on_one_cpu(), _without_cache():
@@ -47,7 +47,7 @@ def _without_cache():
 
 @contextmanager
 def _on_one_cpu():
-    """On Linux: the thread that hands operations over does not outrun the one that computes."""
+    """On Linux, keeps the submitting thread from outrunning the computing one."""
     if not _THREADS.exists():
         yield
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shapes of change that make clients miss the prefix cache, as conversations before and after."""
+"""Changes between turns that make clients miss the prefix cache, as conversations."""
 
 import json
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm_metal.serving.prefix_misses.prompt import Prompt
 
-#: Long enough that a miss is worth a word.
+#: Long enough that a miss is reported.
 RULES = "You are a careful assistant for a bakery. " + " ".join(
     f"Rule {number}: ask before you bake batch number {number}." for number in range(6)
 )
@@ -29,11 +29,11 @@ NEXT = [
 
 @dataclass(frozen=True)
 class Shape:
-    """A conversation, the next one, and what the miss report has to say of it."""
+    """A conversation, the next one, and the expected miss report."""
 
     before: list[dict[str, Any]]
     now: list[dict[str, Any]]
-    cause: str | None  # None: nothing was lost
+    cause: str | None  # None: no miss
     message: int | None = None
     role: str | None = None
     tools: tuple[list[dict[str, Any]], list[dict[str, Any]]] = field(default=([], []))
@@ -52,7 +52,7 @@ def _tool(name: str) -> dict[str, Any]:
 
 
 def _at_head(before: str, now: str, cause: str) -> Shape:
-    """A line before the rules that is another one in the next turn."""
+    """Changes a line before the rules in the next turn."""
     first, second = (_system(f"{line}\n{RULES}") + TALK for line in (before, now))
     return Shape(first, second + NEXT, cause, 0, "system")
 
@@ -128,7 +128,7 @@ def decode(tokens):
 
 
 def rendered(messages, tools=(), thoughts=True):
-    """A prompt of a simple template, tools first, with characters for tokens."""
+    """Renders a prompt with a simple template, tools first, with characters as tokens."""
     text = json.dumps(tools) * bool(tools)
     for message in messages:
         content = message["content"]

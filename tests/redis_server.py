@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Redis server, where Debian's package redis-server or Homebrew's redis is installed."""
+"""A real Redis server, if Debian's redis-server or Homebrew's redis is installed."""
 
 import shutil
 import socket
@@ -15,7 +15,7 @@ _READY = "eady to accept connections"
 
 @contextmanager
 def held_port():
-    """A port for a server; on Linux the system gives it to nobody else meanwhile."""
+    """Reserves a port for a server, on Linux exclusively."""
     with socket.socket() as held:
         is_linux = sys.platform == "linux"  # elsewhere a server could not listen beside it
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, is_linux)
@@ -28,7 +28,7 @@ def held_port():
 
 @contextmanager
 def redis_server(port, folder):
-    """Runs a server that forgets all when it ends; its log goes to the folder."""
+    """Runs a server that discards its data at the end; its log goes to the folder."""
     command = [REDIS, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", folder]
     path = folder / "redis.log"
     with path.open("a") as log:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays scenarios on a store of kept answers."""
+"""Plays scenarios on a response cache's store."""
 
 import asyncio
 import time
 
-#: Bytes of an SQLite store without answers.
+#: Bytes of an empty SQLite store.
 EMPTY = 5 * 4096
 
 

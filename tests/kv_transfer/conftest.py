@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of stores, jobs and settings have in common."""
+"""Shared by tests of stores, jobs and settings."""
 
 import pytest
 from kv_transfer.small_pool import store_on
@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 @pytest.fixture(scope="module")
 def made():
-    """An engine's configuration without transfers; to be copied, not changed."""
+    """Returns an engine's configuration without transfers, to be copied, not changed."""
     from vllm_metal.engine.models.embedded import embedded_model_path
 
     model = str(embedded_model_path(dequantize=True))

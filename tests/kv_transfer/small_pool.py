@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny pool, its blocks as pages, and a store on a real disk cache."""
+"""A tiny pool with its blocks as pages, and a store on a real disk cache."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from vllm_metal.kv_transfer.page_store import PageStore
 
 NUM_BLOCKS, BLOCK = 12, 4
 FINGERPRINT = Fingerprint("ab12", {"model": "test"})
-#: Of a page: keys and values of 4 tokens, one head of 16 float32.
+#: A page: keys and values of 4 tokens, one head of 16 float32.
 PAGE_BYTES = 2 * BLOCK * 16 * 4
 CONTENT = PoolContent(FINGERPRINT, (PAGE_BYTES, PAGE_BYTES))
 
 
 class SmallPool:
-    """Two groups of one layer each, which share a storage as in a hybrid model."""
+    """Two groups of one layer each that share a storage, as in a hybrid model."""
 
     def __init__(self, seed=0):
         self.state = SCATTER.allocate(NUM_BLOCKS, BLOCK, KVShape(1, 16, 16), mx.float32)
@@ -39,7 +39,7 @@ class SmallPool:
         self.pages = BlockPages({"a": self.state, "b": self.state}, [["a"], ["b"]])
 
     def block(self, block):
-        """Its bytes."""
+        """Returns its bytes."""
         return b"".join(np.array(array)[:, block].tobytes() for array in self.state.arrays)
 
     def fill(self, block, value):
@@ -49,7 +49,7 @@ class SmallPool:
 
 
 def store_on(folder, limits=None, **options):
-    """A PageStore on a folder that it has pages of CONTENT in."""
+    """Makes a PageStore on a folder with pages of CONTENT."""
     disk = DiskStore(folder, limits or Limits(10**8, None), **options)
     store = PageStore({"disk": disk})
     store.use(CONTENT)
@@ -57,19 +57,19 @@ def store_on(folder, limits=None, **options):
 
 
 def folder_of(store, namespace="shared"):
-    """The BlockFolder of a namespace."""
+    """Returns the BlockFolder of a namespace."""
     return store.stores["disk"].folder_of(store.namespace(namespace))
 
 
 def keys_of(names, namespace="shared", group=0, used_at=1e9):
-    """Keys of pages by name, and where they are kept."""
+    """Returns keys of pages by name, and their locations."""
     keys = [make_offload_key(str(name).encode().rjust(32, b"-"), group) for name in names]
     ends = [BLOCK * (index + 1) for index in range(len(keys))]
     return PageKeys(keys, ends, namespace, used_at)
 
 
 def on_disk(store, keys):
-    """The pages' bytes; None where there is none."""
+    """Returns the pages' bytes; None for missing ones."""
     folder, found = folder_of(store, keys.namespace), []
     for key in keys.keys:
         content = bytearray(PAGE_BYTES)
@@ -78,7 +78,7 @@ def on_disk(store, keys):
 
 
 def all_ended(ended_now, wanted):
-    """Waits until jobs have ended, and gives all that ended, each once, by job id."""
+    """Waits until jobs have ended; returns all ended ones by job id."""
     ended, deadline = {}, time.monotonic() + 60
     while not ended.keys() >= set(wanted):
         assert time.monotonic() < deadline, (ended, wanted)
@@ -90,7 +90,7 @@ def all_ended(ended_now, wanted):
 
 
 def held_up(monkeypatch, name):
-    """Has a method of each BlockFolder wait; yields the event that ends it."""
+    """Blocks a method of each BlockFolder; yields the event that releases it."""
     event, method = Event(), getattr(BlockFolder, name)
 
     def wait(*args, **kwargs):

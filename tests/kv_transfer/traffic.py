@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with the connector, the hooks, and a model whose K/V are a hash of the text.
+"""Runs vLLM's scheduler with the connector, and a model whose K/V are a hash of the text.
 
-A block's K/V tell which text they belong to, so whoever reads a wrong one finds out.
+A block's K/V identify their text, so a wrong read is detected.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ MODEL = {
     "vocab_size": 96,
     "max_position_embeddings": MAX_LEN,
 }
-#: How the device fares with a step.
+#: Device outcomes of a step.
 GOOD, RAISES_IN_FORWARD, RAISES_IN_SAMPLE, FAILS_ON_DEVICE = range(4)
 
 
 class Text:
-    """A prompt and what the model makes of it, as far as anyone asks."""
+    """A prompt and its continuation."""
 
     def __init__(self, prompt):
         self.num_prompt_tokens = len(prompt)
@@ -69,7 +69,7 @@ class Text:
         self._num_kv = 0
 
     def state(self, length):
-        """A number that stands for the first `length` tokens."""
+        """Returns a number that identifies the first `length` tokens."""
         while len(self._states) <= length:
             position = len(self._states) - 1
             if position == len(self.tokens):
@@ -92,13 +92,13 @@ class Text:
 
 
 class Pool:
-    """[num_blocks, BLOCK] float32, and the methods of BlockPages."""
+    """[num_blocks, BLOCK] float32, with the methods of BlockPages."""
 
     def __init__(self, num_blocks, num_groups=1):
         self.kv_np = np.zeros((num_blocks, BLOCK), np.float32)
         self.sizes = (BLOCK * 4,) * num_groups
-        self.broken = False  # a step on it failed on the device
-        self.joined = set()  # blocks that the step at hand copies out
+        self.broken = False  # whether a step on it failed on the device
+        self.joined = set()  # blocks that the current step copies out
 
     def parts(self, group):
         return (PagePart((BLOCK,), mx.float32, BLOCK * 4),)
@@ -109,7 +109,7 @@ class Pool:
     def queue_export(self, group, blocks_np):
         self.joined |= set(blocks_np.tolist())
         if self.broken:
-            return [object()]  # nobody can read it
+            return [object()]  # unreadable
         return [mx.array(self.kv_np[blocks_np])]
 
     def export(self, group, blocks_np):
@@ -127,7 +127,7 @@ class Pool:
 
 
 class Runner(ModelRunner):
-    """A ModelRunner without a model. `engine` has the texts, and says how steps fare."""
+    """A ModelRunner without a model. `engine` has the texts, and determines steps' outcomes."""
 
     def __init__(self, engine, num_groups, num_blocks):
         super().__init__(None, None, None, 1, hooks=engine.hooks)
@@ -153,7 +153,7 @@ class Runner(ModelRunner):
         return None
 
     def update_requests(self, step):
-        """Requests outlive a runner, as in the worker."""
+        """Updates requests, which outlive a runner, as in the worker."""
         tables = self._engine.tables
         for req_id in step.finished_req_ids:
             tables.pop(req_id, None)
@@ -200,7 +200,7 @@ class Runner(ModelRunner):
         return Output(self.pool, sampled, failures)
 
     def _compute(self, req_id, start, count, failures):
-        """Checks what the rows read, and writes theirs; the tokens that follow."""
+        """Checks the K/V that the tokens read, and writes theirs; returns the next tokens."""
         text, end = self._engine.texts[req_id], start + count
         sound = not self._engine.poisons(req_id)
         for group, table in enumerate(self._engine.tables[req_id]):
@@ -234,7 +234,7 @@ class Runner(ModelRunner):
 
 
 class Output:
-    """A StepOutput's calls."""
+    """The calls of StepOutput."""
 
     always_waits = checked = False
 
@@ -283,20 +283,20 @@ def kv_cache_config(num_blocks, num_groups):
 
 
 def sent(message):
-    """As the other side gets it, where it is another process."""
+    """Returns the message as another process receives it."""
     return pickle.loads(pickle.dumps(message))
 
 
 class Engine:
-    """What vLLM's EngineCore does: schedules, runs, and updates, one step or two in flight.
+    """Like vLLM's EngineCore: schedules, runs and updates, with one or two steps in flight.
 
-    The scheduler's side and the worker's get copies of each other's messages.
+    Scheduler and worker get copies of each other's messages.
     """
 
     def __init__(self, config, cache, num_blocks=40, num_groups=1, limits=None, clock=None):
         """
         Args:
-            config: of `engine_config`.
+            config: result of `engine_config`.
             cache: folder of the disk cache.
         """
         init_none_hash(sha256_cbor)
@@ -314,7 +314,7 @@ class Engine:
         self.texts, self.hashes, self.tables, self.known = {}, {}, {}, {}
         self.ended, self.outputs = {}, {}  # by request id: finish reason, tokens
         self.fate = lambda: GOOD
-        self.poisoned = set()  # requests whose next step makes NaN of their K/V
+        self.poisoned = set()  # requests whose next step produces NaN
         self._numbers = itertools.count()
         limits = limits or Limits(10**9, None)
         self.folder = cache
@@ -322,7 +322,7 @@ class Engine:
         fingerprint = Fingerprint("ab12", {"model": "test"})
         self.store = PageStore({"disk": self.disk})
         self.hooks = TransferHooks(self.store, lambda: fingerprint, BLOCK)
-        # Steps fail at random here, many of them close to each other.
+        # Steps fail at random, often close to each other.
         self.runner = RecoveringRunner(
             lambda graphs: Runner(self, num_groups, num_blocks), self.hooks, most_failures=1000
         )
@@ -349,7 +349,7 @@ class Engine:
         return req_id
 
     def step(self):
-        """One round of EngineCore.step_with_batch_queue, or of step."""
+        """Runs a round of EngineCore.step_with_batch_queue, or of step."""
         depth = 2 if self.ahead else 1
         if self.scheduler.has_requests():
             step = self.scheduler.schedule()
@@ -359,7 +359,7 @@ class Engine:
                 assert output is None
                 output = self.runner.sample_tokens(None)
             else:
-                time.sleep(0.001)  # as EngineCore does, lest the steps outrun the disk's threads
+                time.sleep(0.001)  # as EngineCore does, to not outrun the disk threads
             self._in_flight.append((step, output))
             if len(self._in_flight) < depth:
                 return
@@ -368,7 +368,7 @@ class Engine:
         self.update()
 
     def update(self):
-        """The oldest step's results reach the scheduler."""
+        """Passes the oldest step's results to the scheduler."""
         step, output = self._in_flight.popleft()
         if isinstance(output, AsyncModelRunnerOutput):
             output = output.get_output()
@@ -387,7 +387,7 @@ class Engine:
         self.ended.setdefault(req_id, "abort")
 
     def run(self, most_steps=20_000):
-        """Until nothing is left to do."""
+        """Runs until nothing is left to do."""
         for _ in range(most_steps):
             if not self.scheduler.has_requests() and not self._in_flight:
                 return
@@ -400,7 +400,7 @@ class Engine:
         return req_id
 
     def check(self):
-        """Nothing is wrong and nothing is held; call it when nothing is left to do."""
+        """Checks that nothing is wrong or held; call it when idle."""
         for req_id, tokens in self.outputs.items():
             text = self.texts[req_id]
             start = text.num_prompt_tokens
@@ -418,10 +418,10 @@ class Engine:
         assert not scheduler.finished_recving_kv_req_ids
 
     def check_disk(self, *before):
-        """Every page on disk is what its text's block must be; how many there are.
+        """Checks that every page on disk matches its text; returns the number of pages.
 
         Args:
-            before: engines that wrote there, too.
+            before: earlier engines that wrote there.
         """
         expected = {}
         for engine in (self, *before):
@@ -434,7 +434,7 @@ class Engine:
             text, index = expected[key[:-4].hex()]
             content = bytearray(BLOCK * 4)
             if not folder_of(self.store, path.parts[-3]).read(key, memoryview(content)):
-                continue  # spoiled
+                continue  # corrupted
             group = int.from_bytes(key[-4:], "big")
             np.testing.assert_array_equal(
                 np.frombuffer(content, np.float32),

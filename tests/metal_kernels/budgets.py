@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kernels may take by the proxy: registers, waits, bytes in flight, issue slots a key.
+"""Limits of kernels' cost in the proxy: registers, waits, bytes in flight, issue slots per key.
 
-By the proxy, up to 90 registers fit Apple's GPUs, and 115 or more spill: docs/kernel-checks.md.
+In the proxy, up to 90 registers fit Apple's GPUs, and 115 or more spill: docs/kernel-checks.md.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ from typing import Any
 from metal_interpreter import proxy
 from metal_interpreter.proxy import SLOW_SUM, Call, Figures
 
-#: Keys of a round of the main loop for one simdgroup, by kernel and template arguments. Where
-#: simdgroups share a head, or have a key's other rows, each has its share of a key.
+#: Keys per round of a simdgroup's main loop, by kernel and template arguments. If simdgroups
+#: share a head or a key's rows, each has its share of a key.
 KEYS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "decode": lambda template: (
         8 * template["STRIPS"] / (template["SPLIT"] * template["ROW_GROUPS"])
     ),
     "recurrence": lambda template: 1,  # a token
-    "few_rows": lambda template: 4,  # in which the tests plant faults
+    "few_rows": lambda template: 4,  # the kernel in which tests plant faults
 }
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Bounds of figures; None: there is none."""
+    """Limits of costs; None: no limit."""
 
     loop_registers: int
     registers: int
-    scratch: int = 0  # bytes a thread
-    waits: int | None = None  # of a round, one after the other
-    in_flight: int | None = None  # bytes of a threadgroup, at least
-    slots: float | None = None  # of a key, a `simd_sum` counted by SLOW_SUM
+    scratch: int = 0  # bytes per thread
+    waits: int | None = None  # sequential waits per round
+    in_flight: int | None = None  # minimum bytes per threadgroup
+    slots: float | None = None  # per key, with SLOW_SUM per `simd_sum`
 
     def exceeded(self, figures: Figures, keys: float | None, bits: int) -> list[str]:
-        """What is beyond a bound, in words.
+        """Returns descriptions of the exceeded limits.
 
         Args:
-            figures: of a call.
-            keys: of a round, see KEYS; None: its slots are bounded by nothing.
-            bits: of the pool's elements. Of 8, K and V together are in flight.
+            figures: costs of a call.
+            keys: keys per round, see KEYS; None: slots are unlimited.
+            bits: bits of the pool's elements. With 8, K and V are both in flight.
         """
         bounds = [
             ("registers in the loop", figures.loop_registers, self.loop_registers),
@@ -62,15 +62,15 @@ class Budget:
         return found
 
 
-#: Of decode for 1 to 8 packed rows, by bits of the pool's elements; and what a key's slots may be,
-#: by size and bits, which memory leaves at 8.5 bytes a cycle and core: docs/kernel-checks.md.
+#: Limits for decode with 1 to 8 packed rows by bits of the pool's elements; and slots per key,
+#: by size and bits, as memory allows at 8.5 bytes per cycle and core: docs/kernel-checks.md.
 _SLOTS = {("64", 16): 45.0, ("128", 16): 95.0, ("256", 16): 185.0, ("128", 8): 130.0}
 _IN_FLIGHT = 8192
-#: But 192 elements of 8 bits are three simdgroups' share, and 256 threads have room for two such
-#: walks alone. Threadgroups of 192 threads with fewer registers than 90 run three a core, which
-#: together ask for more than two of 256 threads do.
+#: Exception: 192 elements of 8 bits take three simdgroups, and 256 threads only fit two such
+#: walks. Threadgroups of 192 threads with fewer than 90 registers run three per core, which
+#: together load more than two of 256 threads do.
 _LESS_IN_FLIGHT = {("192", 8): 7680, ("192/128", 8): 7680}
-#: Kernels that are held to `decode_budget`; others to the table alone.
+#: Kernels with the limits of `decode_budget`; others only have the table's.
 HELD: tuple[str, ...] = ("decode",)
 
 
@@ -78,7 +78,7 @@ measured = cache(proxy.measure)
 
 
 def decode_budget(size: str, bits: int, rows: int = 8) -> Budget:
-    """The budget of a decode kernel, whatever the model; slots are bounded for tiles of 8 rows."""
+    """Returns the limits of a decode kernel for any model; slots only count for tiles of 8 rows."""
     return Budget(
         90,
         104,
@@ -89,6 +89,6 @@ def decode_budget(size: str, bits: int, rows: int = 8) -> Budget:
 
 
 def keys_of(call: Call) -> float | None:
-    """Keys of a round of a call's main loop, see KEYS."""
+    """Returns the keys per round of a call's main loop, see KEYS."""
     keys = KEYS.get(call.kernel)
     return None if keys is None else keys(call.template)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compilers for `kernel.using` that stand in for Metal's."""
+"""Compilers for `kernel.using` that replace Metal's."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,20 +13,20 @@ import pytest
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What MLX compiles anew for: a kernel's template, and the types of its buffers."""
+    """The key of MLX's compilations: a kernel's template, and the types of its buffers."""
 
     kernel: str
     template: tuple[tuple[str, Any], ...]
-    inputs: tuple[tuple[mx.Dtype, bool], ...]  # dtype, and whether so few elements are constants
+    inputs: tuple[tuple[mx.Dtype, bool], ...]  # dtype, and whether small enough to be constant
     outputs: tuple[mx.Dtype, ...]
 
 
 @dataclass(eq=False)
 class Recorder:
-    """Compiles nothing: kernels return zeros, and are remembered."""
+    """Compiles nothing: kernels return zeros and are recorded."""
 
     pipelines: set[Pipeline] = field(default_factory=set)
-    threads: dict[str, int] = field(default_factory=dict)  # most of a threadgroup, by kernel
+    threads: dict[str, int] = field(default_factory=dict)  # largest threadgroup by kernel
 
     def metal_kernel(self, name: str, **text: Any) -> Callable[..., list[mx.array]]:
         def call(**call: Any) -> list[mx.array]:
@@ -46,10 +46,10 @@ class Recorder:
 
 
 class Digesting:
-    """Computes nothing of use: what a kernel returns depends on each element of each input.
+    """Makes kernels return digests that depend on each element of each input.
 
-    By MLX's operations, so that it can be traced as Metal's kernels can. Of integers, fences among
-    them, it is exact.
+    Uses MLX's operations, so that it can be traced like Metal's kernels. For integers, including
+    fences, it is exact.
     """
 
     def metal_kernel(self, name: str, **text: Any) -> Callable[..., list[mx.array]]:
@@ -71,7 +71,7 @@ class Digesting:
 
     def _spread(self, whole: mx.array, real: mx.array, shape: Any, dtype: mx.Dtype) -> mx.array:
         ramp = mx.arange(math.prod(shape)).reshape(shape)
-        if dtype == mx.uint32 and len(shape) > 1:  # no fence, but the bits of states
+        if dtype == mx.uint32 and len(shape) > 1:  # not a fence, but the bits of states
             return mx.sin(real + ramp).astype(mx.float32).view(dtype)
         if mx.issubdtype(dtype, mx.integer):
             return (ramp + whole).astype(dtype)
@@ -79,10 +79,10 @@ class Digesting:
 
 
 class Refusing:
-    """Pipelines that take no more than `most` threads a threadgroup.
+    """Pipelines that allow at most `most` threads per threadgroup.
 
-    MLX finds out when it evaluates, so a call that asks for more returns, and the next evaluation
-    raises what MLX raises; whatever is evaluated, which MLX does not do.
+    MLX detects violations at evaluation, so a call with more returns, and the next evaluation
+    raises MLX's error. Unlike MLX, any evaluation raises it.
     """
 
     def __init__(self, compiler: Callable[..., Any], most: int) -> None:
@@ -111,7 +111,7 @@ class Refusing:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Has mx.eval and mx.async_eval raise what a pipeline refused."""
+        """Makes mx.eval and mx.async_eval raise rejected launches."""
 
         def raising(evaluate: Callable[..., None]) -> Callable[..., None]:
             def wrapped(*arrays: Any) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the interpreter tells of a kernel's lines."""
+"""Reads a kernel's lines from the interpreter."""
 
 import sys
 

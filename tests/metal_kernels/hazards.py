@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is every two dispatches that touch the same cache, one writing, in order on Metal?
+"""Proves that conflicting dispatches on a cache run in order on Metal.
 
-MLX lets dispatches overlap except where it knows better, and it does not know of kernels that write
-through an input. Logger records what kernels were given; prove() replays that through a double of
-MLX's bookkeeping and lists the pairs left without order; prove_always() asks for more: an order
-that holds wherever command buffers end and whatever else is encoded between.
+MLX lets dispatches overlap unless it knows of a dependency, and it does not know of kernels that
+write through an input. Logger records kernels' arguments; prove() replays them with a model of
+MLX's bookkeeping, and lists unordered conflicting pairs; prove_always() requires an order for
+any command buffer boundaries and any other encoded work.
 
-The double follows MLX 0.32 (CommandEncoder in mlx/backend/metal/device.cpp, ml-explore/mlx#3630 for
-writes after reads; docs/metal-checklist.md says how each rule was found). All buffers are untracked
+The model follows MLX 0.32 (CommandEncoder in mlx/backend/metal/device.cpp, ml-explore/mlx#3630 for
+writes after reads; docs/metal-checklist.md has the source of each rule). All buffers are untracked
 by Metal, so nothing else orders them:
-- dispatches of an encoder overlap; a barrier, which everything before it and after it obeys, goes
-  before a dispatch that binds an output of one since the last barrier, or has for its output what
-  such a one bound;
-- an encoder waits, before its first dispatch, for the last earlier encoder that had for an output
-  what it binds; else encoders overlap, those of different command buffers too;
+- dispatches of an encoder overlap; a barrier between everything before and after it is inserted
+  before a dispatch that binds an output of one since the last barrier, or writes what such a one
+  bound;
+- before its first dispatch, an encoder waits for the last earlier encoder that wrote what it
+  binds; otherwise encoders overlap, even in different command buffers;
 - a command buffer, of one encoder, ends once it has more than MLX_MAX_OPS_PER_BUFFER dispatches.
-Left out, as none concerns a cache: several streams, groups of dispatches declared concurrent,
-temporaries, and that a buffer ends also where an evaluation does, or by the size of what it binds:
-a large cache ends it at every dispatch, which is ops_per_buffer=0 here.
+Not modeled, because no cache is concerned: several streams, dispatches declared concurrent,
+temporaries, and that a command buffer also ends with an evaluation or by the size of its buffers: a
+large cache ends it at every dispatch, which is ops_per_buffer=0 here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 
 from metal_kernels.op_common import FENCE_DTYPE, FENCE_SHAPE
 
-# By kernel, the inputs it writes through.
+# The inputs that each kernel writes through.
 WRITTEN = {
     "kv_write": ("key_pool", "value_pool", "key_scales", "value_scales"),
     "kv_blocks": ("pool",),
@@ -59,7 +59,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What MLX binds, and what it does not know of: `written`, inputs written through."""
+    """A dispatch as MLX sees it, and `written`: inputs written through."""
 
     name: str
     inputs: tuple[Span, ...]
@@ -69,7 +69,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two dispatches by their places in the log, the earlier first."""
+    """Two dispatches by their indices in the log, the earlier first."""
 
     first: int
     second: int
@@ -78,7 +78,7 @@ class Conflict:
 
 
 def conflicts(log: Sequence[Dispatch]) -> Iterator[Conflict]:
-    """Pairs over the same bytes of a cache of which at least one writes."""
+    """Yields pairs over the same bytes of a cache, at least one of them writing."""
     for j, later in enumerate(log):
         for i, earlier in enumerate(log[:j]):
             if not (earlier.written or later.written):
@@ -104,17 +104,17 @@ class Encoder:
 
     ops_per_buffer: int
     buffer: int = 0  # the current command buffer
-    epoch: int = 0  # how many barriers it has
+    epoch: int = 0  # number of barriers
     ops: int = 0
     prev_inputs: set[Span] = field(default_factory=set)  # since the last barrier
     prev_outputs: set[Span] = field(default_factory=set)
     all_inputs: set[Span] = field(default_factory=set)  # of this encoder
     all_outputs: set[Span] = field(default_factory=set)
     prev_ce_outputs: dict[Span, int] = field(default_factory=dict)  # span: last buffer to write it
-    waits: list[int] = field(default_factory=list)  # by buffer, the bits of those it comes after
+    waits: list[int] = field(default_factory=list)  # by buffer, bits of those it waits for
 
     def encode(self, dispatch: Dispatch) -> tuple[int, int]:
-        """Its command buffer, and the number of barriers before it there."""
+        """Returns its command buffer, and the number of earlier barriers there."""
         bound, outputs = {*dispatch.inputs, *dispatch.outputs}, set(dispatch.outputs)
         if bound & self.prev_outputs or outputs & self.prev_inputs:
             self.epoch += 1
@@ -143,7 +143,7 @@ class Encoder:
 
 
 def prove(log: Sequence[Dispatch], ops_per_buffer: int) -> list[Conflict]:
-    """Conflicts that nothing orders when MLX encodes the log as it is; none: proven."""
+    """Returns conflicts that are unordered when MLX encodes the log as it is."""
     encoder = Encoder(ops_per_buffer)
     places = [encoder.encode(dispatch) for dispatch in log]
     encoder.end_encoding()
@@ -158,9 +158,9 @@ def prove(log: Sequence[Dispatch], ops_per_buffer: int) -> list[Conflict]:
 
 
 def prove_always(log: Sequence[Dispatch]) -> list[Conflict]:
-    """Conflicts whose later dispatch does not depend on the earlier one through arrays.
+    """Returns conflicts whose later dispatch does not depend on the earlier one through arrays.
 
-    Such a dependence fixes the order of encoding, and every step of it is a barrier or a wait.
+    Such a dependency fixes the encoding order, and each link is a barrier or a wait.
     """
     producers: dict[Span, int] = {}
     ancestors: list[int] = []  # bits
@@ -174,23 +174,23 @@ def prove_always(log: Sequence[Dispatch]) -> list[Conflict]:
 
 
 class Logger:
-    """Wraps what compiles kernels, for `kernel.using(Logger(compiler).metal_kernel)`.
+    """Wraps a kernel compiler, for `kernel.using(Logger(compiler).metal_kernel)`.
 
-    Takes only kernels and what MLX makes of their fences: other operations would order more, never
-    less. An array is known by its address, so none is freed; and by what it is computed from, so a
-    fence that was evaluated since MLX made it out of others counts as new.
+    Records only kernels and MLX operations on their fences: other operations could only add order.
+    Arrays are identified by address, so none is freed, and by their inputs, so a
+    fence that MLX computed from others and evaluated counts as new.
     """
 
     def __init__(self, compiler: Callable[..., Callable[..., list[mx.array]]]) -> None:
         self.log: list[Dispatch] = []
         self._compiler = compiler
         self._kept: list[mx.array] = []
-        self._fences: dict[str, mx.array] = {}  # by a name of ours
+        self._fences: dict[str, mx.array] = {}  # by our own name
 
     def metal_kernel(
         self, name: str, input_names: list[str], output_names: list[str], **source: Any
     ) -> Callable[..., list[mx.array]]:
-        """As `mx.fast.metal_kernel`."""
+        """Replaces `mx.fast.metal_kernel`."""
         run = self._compiler(
             name=name, input_names=input_names, output_names=output_names, **source
         )
@@ -222,7 +222,7 @@ class Logger:
                 self._fences[f"fence{len(self._fences)}"] = array
 
     def _trace(self, fences: list[mx.array]) -> None:
-        """Adds a dispatch for each fence that operations of MLX make out of known ones."""
+        """Adds a dispatch for each fence that MLX operations compute from known ones."""
         for fence in fences:
             if any(fence is known for known in self._fences.values()):
                 continue
@@ -236,7 +236,7 @@ class Logger:
                 self._fences[f"fence{len(self._fences)}"] = fence
 
     def _span(self, array: mx.array, in_place: bool) -> Span:
-        """Where an array lies; nowhere if MLX binds a copy of it, which `in_place` forbids."""
+        """Returns an array's location; empty if MLX binds a copy, which `in_place` forbids."""
         self._kept.append(array)
         view = memoryview(array)  # type: ignore[arg-type]
         if view.nbytes == 0 or not view.c_contiguous:

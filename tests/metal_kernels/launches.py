@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of each operation, on numbers of no meaning, for compilers whose kernels run nothing."""
+"""Calls each operation with arbitrary data, for compilers that run nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attend(
     dtype: mx.Dtype = mx.float16,
     cache: mx.Dtype | None = None,
 ) -> None:
-    """Attends by (computed, rows) of each request."""
+    """Attends for requests given as (computed, rows)."""
     batch = make_batch(np.random.default_rng(0), requests, shape, dtype, cache)
     plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape)
     paged_attention.run(
@@ -70,7 +70,7 @@ def write(
 def rotate(
     dtype: mx.Dtype, cache: mx.Dtype, kind: RotationKind, key_size: int = 64, values: bool = True
 ) -> None:
-    """Writes keys that are rotated, and rotates queries but where keys are latents."""
+    """Writes rotated keys, and rotates queries unless keys are latents."""
     keys, key_scales = _pool(key_size, cache)
     pool, value_scales = _pool(key_size, cache) if values else (None, None)
     rows = mx.zeros((3, 2, key_size), dtype)
@@ -122,7 +122,7 @@ def recur(
     delta: bool = True,
     states: mx.Dtype | None = None,
 ) -> None:
-    """Applies rows to states of the dtype `states`; decays: 0 of heads, 1 of keys, 2 from rates."""
+    """Applies rows to states of dtype `states`; decays: 0 per head, 1 per key, 2 from rates."""
     of_decays = {0: (3, 2), 1: (3, 2, key_size)}.get(decays)
     inputs = RecurrenceInputs(
         mx.zeros((3, 2, key_size), dtype),

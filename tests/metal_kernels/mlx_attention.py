@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MLX's own attention kernels, as its wheel has them: what the proxy is calibrated by.
+"""MLX's own attention kernels from its wheel, which calibrate the proxy.
 
-How they fare on Macs is public: docs/kernel-checks.md.
+Their performance on Macs is public: docs/kernel-checks.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OUTPUTS = ("out", "sums", "maxs")
 _STRIDES = ("k_head", "k_seq", "v_head", "v_seq")
 _HERE = "threadgroup_position_in_grid, threadgroups_per_grid"
 _NO_MASK = "nullptr, nullptr, 0, 0, 0, nullptr"
-# By kernel: what its parameters are given, after the arrays.
+# Values of each kernel's parameters after the arrays.
 _ONE_PASS = f"gqa, N, {', '.join(_STRIDES)}, scale, {_NO_MASK}, 0, {_HERE}, SIMDGROUP, LANE"
 _TWO_PASSES = (
     f"sums, maxs, N, {', '.join(_STRIDES)}, scale, {_NO_MASK}, threads_per_threadgroup, "
@@ -33,18 +33,18 @@ _GROUPED = (
 
 @dataclass(frozen=True)
 class Attention:
-    """One instance of a kernel of MLX's."""
+    """One instance of an MLX kernel."""
 
     kernel: str
-    arguments: tuple[int, ...]  # of its template, after the dtype
+    arguments: tuple[int, ...]  # template arguments after the dtype
     threads: tuple[int, int, int]
-    keys: int  # of a round of its loop
+    keys: int  # per round of its loop
     size: str
     registers: int  # that the proxy was calibrated with
-    on_a_mac: str  # what is published of it, and where
+    on_a_mac: str  # published performance, with its source
 
     def call(self) -> proxy.Call:
-        """What MLX launches, with float16 and without masks and sinks."""
+        """Returns MLX's launch with float16 and without masks and sinks."""
         given = {
             "sdpa_vector": _ONE_PASS,
             "sdpa_vector_2pass_1": _TWO_PASSES,
@@ -100,7 +100,7 @@ CALLS = (
 
 
 def _header(text: str) -> str:
-    """MLX's text as functions that a kernel calls: they take values, and constants are set."""
+    """Converts MLX's text to functions for a kernel: passed by value, with constants set."""
     text = re.sub(r"#(pragma once|include .*)", "", text)
     text = re.sub(
         r"constant (bool|int) (\w+) \[\[function_constant\(\d+\)\]\];",

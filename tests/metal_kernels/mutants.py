@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-# What objects: a kind of metal_interpreter.KernelViolation, or a result other than the formula's.
+# Detection: a kind of metal_interpreter.KernelViolation, or a result that differs from the formula.
 RACE = "race"
 BOUNDS = "out_of_bounds"
 UNWRITTEN = "uninitialized"
@@ -27,10 +27,10 @@ RECURRENCE = "recurrence/recurrence.metal"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: `text`, found once in every kernel made of `file`, becomes `replacement`."""
+    """One fault: replaces `text`, which occurs once in every kernel made of `file`."""
 
     file: str  # in metal_kernels
-    probe: str  # of test_mutants.py: the call in which it shows
+    probe: str  # of test_mutants.py: the call that detects it
     caught_by: str
     what: str
     text: str
@@ -838,7 +838,7 @@ _FAULTS: _Faults = {
     ],
 }
 
-# Offsets of fewer than 64 bits: they show in pools of more than 2^31 or 2^32 elements only.
+# Offsets of fewer than 64 bits: only detectable in pools of more than 2^31 or 2^32 elements.
 _OVERFLOWS: _Faults = {
     (DECODE, "decode", WRONG): [
         ("offset in 32 bits", "pool + slot * D;", "pool + uint(slot * D);"),
@@ -908,7 +908,7 @@ MUTANTS, OVERFLOWS = _listed(_FAULTS), _listed(_OVERFLOWS)
 
 
 def table() -> list[tuple[str, str, str]]:
-    """(what, file, caught by) of every fault, in the order of the files."""
+    """Returns (what, file, caught by) of every fault, in the order of the files."""
     files = list(dict.fromkeys(mutant.file for mutant in MUTANTS))
     every = sorted((*MUTANTS, *OVERFLOWS), key=lambda mutant: files.index(mutant.file))
     return [(mutant.what, mutant.file, mutant.caught_by) for mutant in every]

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints what the proxy finds of one kernel, as it is or as a file has it that is being worked on.
+"""Prints the proxy's costs of one kernel, from the repository or from another file.
 
     PYTHONPATH=. .venv/bin/python -m tests.metal_kernels.proxy_figures decode D=128 C=uint8
     ... decode D=128 --file /elsewhere/decode.metal --set STRIPS=2 --threads 128
 
-Template arguments behind the kernel's name select calls, of those that servers make; `--set`
-replaces or adds arguments.
+Template arguments after the kernel's name select among servers' calls; `--set` replaces or adds
+arguments.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.metal_kernels.proxy_uses import uses
 
 
 def value_of(text: str) -> bool | int | mx.Dtype:
-    """A template argument: `true`, `8` or `float16`.
+    """Parses a template argument: `true`, `8` or `float16`.
 
     Raises:
         ValueError: it is none of these.
@@ -42,10 +42,10 @@ def value_of(text: str) -> bool | int | mx.Dtype:
 
 
 def arguments(texts: Sequence[str]) -> dict[str, bool | int | mx.Dtype]:
-    """Template arguments of `NAME=VALUE`.
+    """Parses template arguments `NAME=VALUE`.
 
     Raises:
-        ValueError: one has no such form.
+        ValueError: one has another form.
     """
     found = {}
     for text in texts:
@@ -62,7 +62,7 @@ def _launched() -> tuple[Call, ...]:
 
 
 def selected(kernel: str, wanted: dict[str, bool | int | mx.Dtype]) -> Iterator[Call]:
-    """Calls of a kernel that servers make, with these template arguments; each once."""
+    """Yields a kernel's distinct calls by servers that have these template arguments."""
     for call in _launched():
         if call.kernel != kernel:
             continue
@@ -77,11 +77,11 @@ def changed(
     template: dict[str, bool | int | mx.Dtype] | None = None,
     threads: int | None = None,
 ) -> Call:
-    """A call with another text, other template arguments, or another number of threads in a row."""
+    """Returns a call with another text, template arguments or number of threads."""
     signature, header, source = call.signature, call.header, call.source
     if file is not None:
         functions, source = file.read_text().split(BODY_MARKER)
-        own = header.index(f'"{call.kernel}.metal"\n')  # behind the files that kernels share
+        own = header.index(f'"{call.kernel}.metal"\n')  # after the shared files
         header = header[: header.rindex("#line", 0, own)] + f'#line 1 "{file.name}"\n{functions}'
     mentions = type(signature.mentions).of(source, signature.input_names)
     arguments = {**call.template, **(template or {})}
@@ -94,7 +94,7 @@ def changed(
 
 
 def lines(call: Call, keys: float | None = None) -> Iterator[str]:
-    """The figures of a call in words; keys: of a round for one simdgroup, if not `keys_of` it."""
+    """Yields the costs of a call as text; keys: per round of a simdgroup, if not `keys_of` it."""
     figures, keys = proxy.measure(call), keys or keys_of(call)
     template = ", ".join(
         f"{name}={str(value).rpartition('.')[2]}" for name, value in call.template.items()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the tables of proxy.md: what the proxy finds.
+"""Writes the tables of proxy.md with the proxy's costs.
 
     PYTHONPATH=. .venv/bin/python -m tests.metal_kernels.proxy_page
 
-One lists our kernels, by what they are launched for, and one MLX's.
+One table has our kernels by use, the other MLX's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MLX_ALIGNED = "| --- | --- | ---: | --- | ---: | --- |"
 
 @dataclass(frozen=True)
 class Row:
-    """The largest figures of some calls, and the loads of the first."""
+    """The largest costs of some calls, and the loads of the first."""
 
     what: str
     size: str
@@ -42,7 +42,7 @@ class Row:
 
     @staticmethod
     def of(what: str, size: str, bits: int, calls: Sequence[Call]) -> Row:
-        """The row of calls of one kernel, first the one whose loads it shows."""
+        """Makes the row for calls of one kernel, the first with the loads to show."""
         figures = [measured(call) for call in calls]
         keys = [keys_of(call) for call in calls]
 
@@ -61,7 +61,7 @@ class Row:
         )
 
     def __str__(self) -> str:
-        """A line of the table."""
+        """Formats a line of the table."""
         cells = (
             *(self.what, self.size, self.bits, self.kernel),
             f"{self.loop_registers} / {self.registers}",
@@ -72,7 +72,7 @@ class Row:
 
     @staticmethod
     def read(line: str) -> Row | None:
-        """The row of a line of the page; None: it is none."""
+        """Parses a line of the page; None if it is not a row."""
         cells = [cell.strip() for cell in line.strip("|\n").split("|")]
         if len(cells) != _ALIGNED.count("|") - 1 or not cells[2].isdigit():
             return None
@@ -88,7 +88,7 @@ class Row:
 
     @property
     def budget(self) -> Budget:
-        """What calls of the use may take until the table is written anew; never scratch memory."""
+        """Limits for the use's calls until the table is rewritten; never scratch memory."""
         return Budget(
             self.loop_registers,
             self.registers,
@@ -98,7 +98,7 @@ class Row:
 
 
 def _loads(loads: Sequence[int]) -> str:
-    """Such as `1, 8 × 2`: a count, and how often it comes in a row."""
+    """Formats loads like `1, 8 × 2`: a count, and its repetitions."""
     runs: list[list[int]] = []
     for count in loads:
         if runs and runs[-1][0] == count:
@@ -109,12 +109,12 @@ def _loads(loads: Sequence[int]) -> str:
 
 
 def of_use(use: Use) -> Row:
-    """The row of a use."""
+    """Makes the row of a use."""
     return Row.of(use.what, use.size, use.bits, use.calls())
 
 
 def _of_mlx(attention: mlx_attention.Attention) -> str:
-    """A line of MLX's table."""
+    """Formats a line of MLX's table."""
     figures = measured(attention.call())
     fast, slow = (figures.slots(of_sum) / attention.keys for of_sum in (FAST_SUM, SLOW_SUM))
     loads = _loads([batch.count for batch in figures.batches])
@@ -125,13 +125,13 @@ def _of_mlx(attention: mlx_attention.Attention) -> str:
 
 
 def written() -> dict[str, Row]:
-    """Rows of the page, by what `str(use)` is."""
+    """Returns the page's rows by `str(use)`."""
     rows = filter(None, map(Row.read, PAGE.read_text(encoding="utf-8").splitlines()))
     return {f"{row.what}, {row.size}, {row.bits} bit": row for row in rows}
 
 
 def rewritten(page: str) -> str:
-    """The page with its tables as kernels are now.
+    """Returns the page with updated tables.
 
     Raises:
         ValueError: it has no such tables.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists what servers launch: each kernel by size and cache, in the dtypes of served models.
+"""Lists servers' kernel launches, by size and cache, in the dtypes of served models.
 
-Pools of float32 are left out: nothing that is served for its speed has one.
+Excludes float32 pools, which no fast server has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from metal_kernels.paged_attention.op import HEAD_SIZES, LATENT_SIZES, SIZES_APA
 from tests.metal_kernels.launches import attend, convolve, gather, move, recur, rotate, write
 
 F16, BF16, F32, FP8, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.uint8, mx.int8
-#: Dtypes of rows and pool, by bits of the pool's elements.
+#: Dtypes of rows and pool by bits of the pool's elements.
 DTYPES = {16: ((F16, F16), (BF16, BF16)), 8: ((BF16, FP8), (F16, INT8))}
 _LONG = [(2000, 1)]  # a context that is split
 _MANY = [(20, 1)] * 40  # more than have 512 threads each
@@ -29,17 +29,17 @@ _MANY = [(20, 1)] * 40  # more than have 512 threads each
 
 @dataclass(frozen=True)
 class Use:
-    """One thing that kernels are launched for, by a size; bits of the pool's elements."""
+    """A purpose of kernel launches, by size and bits of the pool's elements."""
 
     what: str
     size: str
     bits: int
-    #: Each launches it with other dtypes, or so that another variant is compiled.
+    #: Functions that launch it with different dtypes or variants.
     runs: tuple[Callable[[], None], ...]
-    apart: tuple[str, ...] = ()  # kernels that are launched besides, and are uses of their own
+    apart: tuple[str, ...] = ()  # other launched kernels, which are uses of their own
 
     def calls(self, most: int | None = None) -> list[proxy.Call]:
-        """What the first `most` runs launch; None: all."""
+        """Returns the launches of the first `most` runs; None: all."""
         recorder = proxy.Recorder()
         with kernel.using(recorder.metal_kernel):
             for run in self.runs[:most]:
@@ -51,7 +51,7 @@ class Use:
 
 
 def uses() -> Iterator[Use]:
-    """All, in the order of the table."""
+    """Yields all uses in table order."""
     yield from _attention()
     yield from _caches()
     yield from _states()
@@ -62,7 +62,7 @@ def _attention() -> Iterator[Use]:
     shapes += [(f"{k}/{v}", AttentionShape(16, 1, k, v)) for k, v in LATENT_SIZES]
     few = [("128", AttentionShape(group, 1, 128, 128)) for group in (1, 4)]
     apart = [(f"{k}/{v}", AttentionShape(8, 1, k, v)) for k, v in SIZES_APART]
-    # Tiles of 16 and 32 rows, with as many simdgroups a walk, and most registers.
+    # Tiles of 16 and 32 rows have as many simdgroups per walk, and the most registers.
     many = [
         (f"{size}", AttentionShape(group, 1, size, size))
         for group, size in ((16, 128), (32, 64), (32, 128), (16, 192), (16, 256))
@@ -114,7 +114,7 @@ def _states() -> Iterator[Use]:
         ("delta rule", (64, 128, 256), 0, True, F32),
         ("delta rule, decays of keys", (128,), 1, True, F32),
         ("state space", (64, 128, 256), 0, False, F32),
-        ("selective scan", (16,), 2, False, None),  # states of the dtype of rows
+        ("selective scan", (16,), 2, False, None),  # states have the dtype of rows
     )
     for what, sizes, *rule in rules:
         for size in sizes:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a case, all of them, in the test's own process."""
+"""Runs all checks of a case in the test's process."""
 
 from metal_kernels.selfcheck import Case, Outcome, check_kernel, checks, next_check, usable
 
 
 def check(case: Case, num_steps: int) -> list[Outcome]:
-    """Checks the case's kernels by the current compiler, on MLX's default device."""
+    """Checks the case's kernels with the current compiler, on MLX's default device."""
     outcomes: list[Outcome] = []
     while (following := next_check(case, outcomes)) is not None:
         outcomes.append(check_kernel(case, following, num_steps, usable(case, outcomes)))
@@ -13,5 +13,5 @@ def check(case: Case, num_steps: int) -> list[Outcome]:
 
 
 def in_use(case: Case) -> list[str]:
-    """What of `case.kernels` layers of its shape ever need."""
+    """Returns the kernels of `case.kernels` that layers of its shape ever need."""
     return list(dict.fromkeys(check.kernel for check in checks(case)))

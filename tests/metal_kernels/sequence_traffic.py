@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random steps of requests with drafts, and what a naive play of their tokens one by one gives."""
+"""Random steps of requests with drafts, and their naive token-by-token results."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -8,26 +8,26 @@ import numpy as np
 
 from metal_kernels.sequences import COLUMNS
 
-Row = tuple[np.ndarray, ...]  # what one token puts in
+Row = tuple[np.ndarray, ...]  # one token's inputs
 
 
 class Cell(Protocol):
     """A layer's rule for one token, float64."""
 
     def zero(self) -> np.ndarray:
-        """The state of no token."""
+        """Returns the initial state."""
 
     def apply(self, state: np.ndarray, row: Row) -> tuple[np.ndarray, np.ndarray]:
-        """The state after the row, and the row's output."""
+        """Returns the state after the row, and the row's output."""
 
 
 @dataclass
 class Request:
-    """One request between two steps."""
+    """A request between two steps."""
 
     settled: int = 0  # tokens in its state
-    block: int = 0  # that the state lies in
-    drafts: int = 0  # of the step before
+    block: int = 0  # block of its state
+    drafts: int = 0  # drafts of the previous step
     kept_at: int = 0
     state: np.ndarray | None = None
     kept: list[Row] = field(default_factory=list)
@@ -36,17 +36,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a request does in a step."""
+    """A request's part of a step."""
 
     certain: int
     drafts: int = 0
-    accepted: int = 0  # of the drafts of the step before
+    accepted: int = 0  # accepted drafts of the previous step
     writes: bool = True
 
 
 @dataclass(frozen=True)
 class Step:
-    """Arguments of a plan, and whose they are."""
+    """Arguments of a plan, and their requests."""
 
     requests: list[Request]
     turns: list[Turn]
@@ -72,7 +72,7 @@ class Step:
 
 
 class Traffic:
-    """Requests that go on from step to step; nulls are some of their full blocks."""
+    """Requests that continue from step to step; `nulls`: some of their full blocks are null."""
 
     def __init__(self, rng: np.random.Generator, block_size: int, nulls: float = 0.3) -> None:
         self.rng, self.block_size, self.nulls = rng, block_size, nulls
@@ -80,7 +80,7 @@ class Traffic:
         self.num_kept = 0
 
     def step(self, requests: list[Request], turns: list[Turn]) -> Step:
-        """A step of the requests, in whose rows and kept rows there are gaps of none."""
+        """Makes a step of the requests, with unused rows and kept rows between them."""
         num = len(requests)
         table_np = np.zeros((num, COLUMNS), np.int32)
         blocks_np = np.zeros((num, 64), np.int32)
@@ -104,7 +104,7 @@ class Traffic:
         )  # fmt: skip
 
     def _blocks(self, request: Request, last: int) -> int:
-        """Gives the request blocks up to a token's; returns that token's, never null."""
+        """Allocates the request's blocks up to a token's; returns that token's, never null."""
         for column in range(max(last, 0) // self.block_size + 1):
             if column not in request.blocks:
                 null = self.rng.random() < self.nulls
@@ -118,7 +118,7 @@ class Traffic:
 
 
 def play(step: Step, cell: Cell, rows: list[Row]) -> tuple[list[np.ndarray], dict[int, np.ndarray]]:
-    """A step token by token: outputs of its rows, and the state that each block gets."""
+    """Plays a step token by token: returns its outputs, and the state that each block gets."""
     outputs: list[np.ndarray] = []
     ends: dict[int, np.ndarray] = {}
     for index, (request, turn) in enumerate(zip(step.requests, step.turns, strict=True)):
@@ -145,7 +145,7 @@ def play(step: Step, cell: Cell, rows: list[Row]) -> tuple[list[np.ndarray], dic
 
 
 def random_turns(rng: np.random.Generator, requests: list[Request], longest: int) -> list[Turn]:
-    """Turns of all kinds: prompts, decode, verification, and kept rows alone."""
+    """Draws all kinds of turns: prompts, decode, verification, and kept rows alone."""
     turns = []
     for request in requests:
         accepted = int(rng.integers(request.drafts + 1))
@@ -159,10 +159,10 @@ def random_turns(rng: np.random.Generator, requests: list[Request], longest: int
 
 
 def verification(traffic: Traffic, requests: list[Request], accepted: list[int]) -> Step:
-    """Each request has one certain row and three drafts."""
+    """Gives each request one certain row and three drafts."""
     return traffic.step(requests, [Turn(1, 3, number) for number in accepted])
 
 
 def settled_requests() -> list[Request]:
-    """Eight requests at different positions, each with three drafts to judge."""
+    """Makes eight requests at different positions, each with three unverified drafts."""
     return [Request(10 + index, 900 + index, 3, 3 * index) for index in range(8)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random ragged steps over one pool, and what ops that go from token to token must make of them.
+"""Random ragged steps over one pool, and the expected results of token-by-token ops.
 
-A `Traffic` makes up steps of requests that live on: prompts, decode, drafts of which the next step
-applies some, rows of none, new requests in the place of ended ones. `play` goes through a step
-naively, request by request and token by token, by a function of one state and one token. `Pool`
-holds states as bytes in numpy, and says which of them a step may change.
+`Traffic` makes steps of continuing requests: prompts, decode, partially accepted drafts, empty
+rows, and new requests that replace ended ones. `play` runs a step naively, request by request and
+token by token, with a function of one state and one token. `Pool` holds states as bytes in numpy,
+and knows which of them a step may change.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import numpy as np
 from metal_kernels.sequences import COLUMNS, TILE_ROWS, Sequences, StatePart
 
 BLOCK_SIZE = 5
-OF_REQUEST = 4  # blocks of the pool that are a request's own; block 0 is nobody's
-#: The next state and the output, of a state and "kept" or "inputs" and a row of those.
+OF_REQUEST = 4  # blocks per request; block 0 is unused
+#: Maps a state, "kept" or "inputs", and a row index to the next state and the output.
 Apply = Callable[[np.ndarray, str, int], tuple[np.ndarray, np.ndarray | None]]
 _UNSIGNED = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
 
 @dataclass(frozen=True)
 class Step:
-    """As `Sequences`, in numpy."""
+    """Like `Sequences`, in numpy."""
 
     table: np.ndarray  # [N, COLUMNS]
     blocks: np.ndarray  # [N, W]
@@ -40,7 +40,7 @@ class Step:
             for request, columns in enumerate(self.table)
             for first in range(0, max(columns[1], 1), TILE_ROWS)
         ]
-        tiles.append((0, 1 << 20))  # room for one
+        tiles.append((0, 1 << 20))  # padding
         return Sequences(
             mx.array(self.table.astype(np.int32)),
             mx.array(self.blocks.astype(np.int32)),
@@ -52,20 +52,20 @@ class Step:
 
 
 def one_request(rows, certain, num_kept=0, position=0, read=1, write=1, blocks=(0,) * 8, keep=8):
-    """A step of a single request, whose kept rows are the first ones."""
+    """Makes a step of a single request whose kept rows come first."""
     columns = [0, rows, certain, 0, num_kept, position, read, write, 0]
     return Step(np.array([columns]), np.array([blocks]), rows, keep)
 
 
 class Traffic:
-    """Steps of `num_requests` requests at a time."""
+    """Makes steps of `num_requests` concurrent requests."""
 
     def __init__(self, rng: np.random.Generator, num_requests: int) -> None:
         self._rng, self.num_blocks = rng, 1 + OF_REQUEST * num_requests
         self._requests: list[dict[str, int] | None] = [None] * num_requests
 
     def step(self, longest: int = 80) -> Step:
-        """The next: a request has up to `longest` rows and 5 drafts, of which some are accepted."""
+        """Returns the next step: up to `longest` rows and 5 drafts per request, some accepted."""
         rng, table, blocks, row, kept = self._rng, [], [], 0, 0
         for place, old in enumerate(self._requests):
             own = 1 + place * OF_REQUEST + np.arange(OF_REQUEST)
@@ -85,19 +85,19 @@ class Traffic:
             ends = ends or after + longest > 100 * BLOCK_SIZE
             self._requests[place] = None if ends else next_of
             row, kept = row + certain + drafts, kept + drafts
-        table.append([0] * COLUMNS)  # room for a request
+        table.append([0] * COLUMNS)  # padding
         blocks.append(blocks[0])
         return Step(np.array(table), np.array(blocks), row, kept + 2)
 
 
 @dataclass(frozen=True)
 class Played:
-    """What a step must give."""
+    """Expected results of a step."""
 
     outputs: dict[int, np.ndarray]  # by row
-    kept: dict[int, int]  # rows of the step, by row kept
+    kept: dict[int, int]  # rows of the step, by kept row
     states: dict[int, np.ndarray]  # by block
-    fresh: set[int]  # of these, the blocks that the request's state was not read from
+    fresh: set[int]  # among these, blocks other than the one the state was read from
 
 
 def play(
@@ -105,11 +105,11 @@ def play(
     read: Callable[[int], np.ndarray],
     apply: Apply,
 ) -> Played:
-    """Goes through a step.
+    """Plays a step.
 
     Args:
-        read: a block's state before the step; of block -1, that before a request's first token.
-        apply: what a token does.
+        read: returns a block's state before the step; for block -1, the initial state.
+        apply: processes a token.
     """
     played = Played({}, {}, {}, set())
     for request, columns in enumerate(step.table.tolist()):
@@ -136,14 +136,14 @@ def play(
 
 
 def numbers(array: mx.array) -> np.ndarray:
-    """An array in float64."""
+    """Converts an array to float64."""
     return np.array(array.astype(mx.float32), np.float64)
 
 
 def convolved(
     inputs: mx.array, kept: mx.array | None, weight: mx.array, bias: mx.array | None
 ) -> Apply:
-    """`apply` of convolutions, of the arrays that the op takes."""
+    """Returns `apply` for convolutions, from the op's arrays."""
     rows = {"inputs": numbers(inputs), "kept": None if kept is None else numbers(kept)}
     factors = numbers(weight).reshape(weight.shape[:2]).T
     offset = 0.0 if bias is None else numbers(bias)
@@ -157,7 +157,7 @@ def convolved(
 
 @dataclass(frozen=True)
 class Kind:
-    """Pools: elements of a block's head in each, by parts; heads; dtype; parts of a block."""
+    """Pool shape: elements per block and head of each part; heads; dtype; parts of a block."""
 
     sizes: tuple[int, ...]
     heads: int
@@ -165,7 +165,7 @@ class Kind:
     split: int = 1
 
     def make(self, rng: np.random.Generator, num_blocks: int) -> list[mx.array]:
-        """Pools of random bits."""
+        """Makes pools of random bits."""
         return [
             mx.array(
                 rng.integers(
@@ -179,7 +179,7 @@ class Kind:
         ]
 
     def blocks(self, pools: list[mx.array]) -> np.ndarray:
-        """[B, bytes of a block], K before V, head by head: a copy."""
+        """Returns [B, bytes of a block], K before V, head by head, as a copy."""
         found = [np.array(pool.view(_UNSIGNED[pool.dtype.size])).view(np.uint8) for pool in pools]
         shape = (self.heads, found[0].shape[1] // self.split, -1)
         of_pools = [array.reshape(shape).swapaxes(0, 1) for array in found]
@@ -187,10 +187,10 @@ class Kind:
 
 
 def part_of(blocks: np.ndarray, part: StatePart) -> np.ndarray:
-    """[B, ...] float64, the part of each block's state."""
+    """Returns [B, ...] float64, the part of each block's state."""
     size = int(np.prod(part.shape)) * part.dtype.size
     taken = mx.array(np.ascontiguousarray(blocks[:, part.start : part.start + size]))
-    with np.errstate(invalid="ignore"):  # bits of nobody may be NaN
+    with np.errstate(invalid="ignore"):  # unused bits may be NaN
         numbers = np.array(taken.view(part.dtype).astype(mx.float32), np.float64)
     return numbers.reshape(-1, *part.shape)
 
@@ -203,9 +203,9 @@ def check_states(
     cleared: Sequence[slice] = (),
     **tolerance: Any,
 ) -> None:
-    """That a step wrote the states it must, and changed no other byte of any block.
+    """Checks that a step wrote the right states, and changed no other byte of any block.
 
-    But for those that are cleared in blocks which states were not read from.
+    Exception: bytes cleared in blocks other than the one the state was read from.
     """
     end = part.start + int(np.prod(part.shape)) * part.dtype.size
     expected = before.copy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of the ops that go from token to token, in which each fault of their kernels shows."""
+"""One step of the token-by-token ops that detects each planted fault of their kernels."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ NUM_BLOCKS = 13
 
 
 def _made_step() -> Step:
-    """A prompt with drafts in two tiles, drafts behind kept rows, kept rows without a row.
+    """Makes a prompt with drafts in two tiles, drafts after kept rows, kept rows without a row.
 
-    Blocks end in the prompt, most of them nobody's, in kept rows, and where a state is written
-    anyway, to the block that it was read from. Two requests begin, of which one has a state, in the
-    block that it would be read from, one
-    none; the last one's state goes nowhere.
+    Blocks end in the prompt (most of them null), in kept rows, and where a state is written
+    anyway, to the block that it was read from. Two requests are new: one has an ignored state
+    in its block,
+    one has none. The last one's state is not written.
     """
     table = [
         [0, 73, 70, 0, 0, 0, 2, 2, 0],
@@ -58,7 +58,7 @@ def _check(
     found: tuple[mx.array, mx.array],
     cleared: Sequence[slice] = (),
 ) -> dict[int, int]:
-    """Compares outputs, states and the fence; the kept rows that a step must give."""
+    """Compares outputs, states and the fence; returns the step's expected kept rows."""
     states = part_of(before, part)
     wanted = play(STEP, lambda block: states[block] if block >= 0 else 0 * states[1], apply)
     out, fence = found
@@ -71,14 +71,14 @@ def _check(
 
 
 def _pools(kind: Kind) -> list[mx.array]:
-    """Of float32, with numbers that are states everywhere."""
+    """Makes float32 pools with valid states everywhere."""
     rng = np.random.default_rng(0)
     shapes = [pool.shape for pool in kind.make(rng, NUM_BLOCKS)]
     return [mx.array(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
 
 
 def convolve() -> None:
-    """Of 13 channels and four taps, by states that begin in K and end in V."""
+    """Convolves 13 channels with four taps; states begin in K and end in V."""
     kind, part = Kind((8, 8), 3, mx.float32, split=2), StatePart(128, (3, 13), mx.float32)
     rng, pools = np.random.default_rng(1), _pools(kind)
     inputs, kept, weight, bias = (
@@ -96,7 +96,7 @@ def convolve() -> None:
 
 
 def recur(delta: bool, decays: str, key_size: int = 20) -> None:
-    """Of four heads of three values that share keys by twos, by states from K on into V."""
+    """Runs four heads of three values that share keys in pairs; states begin in K and end in V."""
     layer = Layer((2, key_size, 4, 3), delta, decays, start=64)
     kind = Kind((48 if key_size == 20 else 24, 40), 3, mx.float32)
     rng, pools, part = np.random.default_rng(1), _pools(kind), layer.part

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hosts that this machine stands in for: network namespaces on a bridge, with rates held by `tc`.
+"""Emulates hosts with network namespaces on a bridge, with rates limited by `tc`.
 
-The machine itself has an address on the bridge, so a test asks its hosts as a client would.
+The machine itself has an address on the bridge, so a test can act as a client.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-_DEVICE = "eth0"  # of a host, inside it
+_DEVICE = "eth0"  # inside a host
 _numbers = itertools.count()
 
 
@@ -30,7 +30,7 @@ def _run(*command: str) -> None:
 
 @cache
 def why_not() -> str | None:
-    """Why there can be no hosts here; None: there can."""
+    """Returns why hosts are unavailable here; None if they are available."""
     for program in ("ip", "tc"):
         if shutil.which(program) is None:
             return f"network namespaces need {program} (Debian's iproute2)"
@@ -42,33 +42,33 @@ def why_not() -> str | None:
 
 
 def need_hosts() -> None:
-    """Skips the test, or the module that calls it, where there can be no hosts."""
+    """Skips the calling test or module where hosts are unavailable."""
     if (reason := why_not()) is not None:
         pytest.skip(reason, allow_module_level=True)
 
 
 @dataclass(frozen=True)
 class Host:
-    """One host: what runs in it sees its loopback, and its `eth0`, which leads to the others."""
+    """A host with its own loopback, and `eth0`, which connects to the others."""
 
     namespace: str
     device: str  # its end on the bridge
-    address: str  # of its eth0
-    gateway: str  # address of this machine, as the hosts see it
+    address: str  # address of its eth0
+    gateway: str  # address of this machine, as seen by the hosts
 
     def command(self, *command: str) -> list[str]:
-        """What runs a command in this host."""
+        """Prefix that runs a command in this host."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
     def popen(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
-        """Starts a command in this host. It is killed at the end if it still runs."""
+        """Starts a command in this host; killed at the end if it still runs."""
         return subprocess.Popen(self.command(*command), **options)
 
     def set_rate(self, rate: str) -> None:
-        """Bounds what it sends, and what it gets, each.
+        """Limits its sending and receiving rates.
 
         Args:
-            rate: as `tc` writes it, such as "100mbit".
+            rate: as in `tc`, such as "100mbit".
         """
         inside = ("ip", "netns", "exec", self.namespace)
         for where, device in ((inside, _DEVICE), ((), self.device)):
@@ -79,34 +79,34 @@ class Host:
                 _run(*where, "tc", *kind.split())
 
     def cut(self) -> None:
-        """Takes its cable out; connections hang, as nobody says that they have ended."""
+        """Unplugs its cable; connections hang, because nothing closes them."""
         _run("ip", "link", "set", self.device, "down")
 
     def mend(self) -> None:
-        """Puts its cable in again."""
+        """Plugs its cable in again."""
         _run("ip", "link", "set", self.device, "up")
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that it has sent over its cable so far."""
+        """Returns the bytes sent over its cable so far."""
         return self._count("rx_bytes")
 
     @property
     def received_bytes(self) -> int:
-        """Bytes that it has got over its cable so far."""
+        """Returns the bytes received over its cable so far."""
         return self._count("tx_bytes")
 
     def _count(self, name: str) -> int:  # of the cable's other end
         return int(Path(f"/sys/class/net/{self.device}/statistics/{name}").read_text())
 
     def pids(self) -> list[int]:
-        """Processes that run in it."""
+        """Returns the processes that run in it."""
         pids = ("ip", "netns", "pids", self.namespace)
         found = subprocess.run(pids, capture_output=True, text=True).stdout
         return [int(pid) for pid in found.split()]
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to all that runs in it."""
+        """Sends a signal to all of its processes."""
         for pid in self.pids():
             try:
                 os.kill(pid, number)
@@ -116,10 +116,10 @@ class Host:
 
 @contextmanager
 def hosts(count: int, rate: str = "10gbit") -> Iterator[tuple[Host, ...]]:
-    """Hosts on one bridge, gone at the end with all that runs in them.
+    """Makes hosts on one bridge; removes them and their processes at the end.
 
     Args:
-        count: how many, 1 to 200.
+        count: number of hosts, 1 to 200.
         rate: see `Host.set_rate`.
 
     Raises:

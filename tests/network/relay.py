@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A relay before an address, in a process of its own: it delays bytes, holds them, or cuts.
+"""A relay in a separate process that delays, holds or cuts connections to an address.
 
-`python -m network.relay TARGET_HOST TARGET_PORT` prints the port that it listens on and reads
-orders from its input: `delay SECONDS`, `hold`, `pass`, `cut` (connections that there are; new ones
-are taken), `refuse`.
+`python -m network.relay TARGET_HOST TARGET_PORT` prints the port that it listens on, and reads
+commands from its input: `delay SECONDS`, `hold`, `pass`, `cut` (only existing connections),
+`refuse`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AT_ONCE = 1 << 16  # bytes
 
 
 class Relay:
-    """A relay that runs; a test gives it orders."""
+    """A running relay that a test controls."""
 
     def __init__(self, process: subprocess.Popen[str], host: str, port: int) -> None:
         self._process = process
@@ -26,11 +26,11 @@ class Relay:
 
     @property
     def address(self) -> str:
-        """Where it listens, as host:port."""
+        """Its address as host:port."""
         return f"{self.host}:{self.port}"
 
     def order(self, words: str) -> None:
-        """Gives an order, and returns once it is carried out."""
+        """Sends a command, and returns once it is executed."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{words}\n")
         self._process.stdin.flush()
@@ -39,11 +39,11 @@ class Relay:
 
 @contextmanager
 def relay(host: str, port: int, delay: float = 0.0, listen: str = "127.0.0.1") -> Iterator[Relay]:
-    """A relay before an address.
+    """Runs a relay to an address.
 
     Args:
-        host, port: whom it relays to.
-        delay: seconds that bytes take, each way.
+        host, port: target.
+        delay: seconds of delay in each direction.
         listen: its own address.
     """
     command = [sys.executable, __file__, host, str(port), listen]
@@ -81,7 +81,7 @@ class _Relaying:
         self._open -= {writer, back}
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hands bytes on in order, each so long after it came: a delay is no bound on the rate."""
+        """Forwards bytes in order, each after the delay, which does not limit the rate."""
         now = asyncio.get_running_loop().time
         queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(1024)
 

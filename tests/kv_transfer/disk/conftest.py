@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches that tests share."""
+"""Shared disk caches."""
 
 import logging
 
@@ -13,7 +13,7 @@ NOON = 1772452800.0
 
 
 class Clock:
-    """Seconds since the epoch, as a test sets them."""
+    """A clock in seconds since the epoch, set by the test."""
 
     def __init__(self) -> None:
         self.now = NOON
@@ -48,7 +48,7 @@ def make_cache(root, clock):
 
 
 class Log(logging.Handler):
-    """What this package logs, whoever handles it besides: vLLM may, or not."""
+    """Records this package's log, whether or not vLLM handles it."""
 
     def __init__(self) -> None:
         super().__init__()

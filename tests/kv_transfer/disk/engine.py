@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process that writes and reads blocks of a root: `engine.py ROOT LIMIT SEED WRITES DIES`.
+"""A child process that writes and reads blocks: `engine.py ROOT LIMIT SEED WRITES DIES`.
 
-DIES is the name of a function of `os`: the process prints a line when it is called for the third
-time on behalf of a block, and hangs until it is killed. "" is none.
+DIES names a function of `os`: at its third call for a block, the process prints a line and hangs
+until it is killed. "" disables this.
 """
 
 import os
@@ -45,7 +45,7 @@ def main() -> None:
         back = naive.blank(naive.block(number, 3000))
         if folder.read(naive.key(number), back):
             assert back == naive.block(number, 3000)
-    sys.stdin.read()  # until the one who started it has seen enough
+    sys.stdin.read()  # until the parent has seen enough
     stats = cache.stats()
     cache.close()
     print(stats.num_written, stats.num_read, stats.num_evicted, sum(stats.num_refused.values()))

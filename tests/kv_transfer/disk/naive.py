@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain versions of what the cache does, for tests."""
+"""Naive versions of the cache's functions."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ FACTS = {"model": "toy", "weights": "ab" * 32, "kv_cache_dtype": "auto"}
 
 
 def room(root: Path) -> int:
-    """Bytes of all files under a root, each rounded up to 4096, by a plain walk."""
+    """Returns the bytes of all files under a root, each rounded up to 4096."""
     sizes = []
     for folder, _, names in os.walk(root):
         for name in names:
@@ -26,28 +26,28 @@ def room(root: Path) -> int:
 
 
 def files(root: Path, pattern: str = "*.kv") -> list[Path]:
-    """Sorted. Folders may go meanwhile: `os.walk` leaves them out, `rglob` raises (Python 3.11)."""
+    """Returns sorted files; ignores deleted folders, on which `rglob` raises (Python 3.11)."""
     found = (Path(folder, name) for folder, _, names in os.walk(root) for name in names)
     return sorted(path for path in found if path.match(pattern))
 
 
 def key(number: int) -> bytes:
-    """36 bytes, as vLLM's keys of offloaded blocks."""
+    """Returns 36 bytes, like vLLM's keys of offloaded blocks."""
     return number.to_bytes(4, "little") * 8 + bytes(4)
 
 
 def block(number: int, size: int = 4000) -> memoryview:
-    """Bytes that follow from a number."""
+    """Returns bytes determined by a number."""
     return memoryview(np.random.default_rng(number).bytes(size))
 
 
 def blank(page: memoryview) -> memoryview:
-    """Writable memory of the same size."""
+    """Returns writable memory of the same size."""
     return memoryview(bytearray(page.nbytes))
 
 
 def wait_until(condition) -> None:
-    """Waits for threads and other processes; only a broken one takes the whole time."""
+    """Waits for threads and other processes; only a broken one takes the whole timeout."""
     deadline = time.monotonic() + 60
     for pause in itertools.chain([0.001, 0.01], itertools.repeat(0.05)):
         if condition():
@@ -57,14 +57,14 @@ def wait_until(condition) -> None:
 
 
 def blocks(cache, fingerprint: str = FINGERPRINT, namespace: str = "shared"):
-    """A folder of a cache, when its manifest is written: a thread does it."""
+    """Returns a cache's folder once a thread has written its manifest."""
     folder = cache.blocks(fingerprint, FACTS, namespace)
     wait_until(lambda: fingerprint in cache.manifests())
     return folder
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes a file or folder another user's: root can, and others become another themselves."""
+    """Changes the owner of a path, or pretends to when not root."""
     if os.geteuid() == 0:
         os.chown(path, 65534, -1)
     else:

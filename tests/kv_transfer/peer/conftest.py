@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers, peers and proxies, which end with their test, and leave no thread."""
+"""Servers, peers and proxies that end with their test and leave no threads."""
 
 import contextlib
 import logging
@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[2]
 
 
 class Clock:
-    """Seconds, as a test sets them."""
+    """A clock in seconds, set by the test."""
 
     def __init__(self):
         self.now = 1000.0
@@ -40,7 +40,7 @@ def clock():
 
 
 class WireClock:
-    """The clock of all connections: a test skips the time in which one stands still."""
+    """The clock of all connections, with which a test skips waiting time."""
 
     def __init__(self):
         self._skipped = 0.0
@@ -56,7 +56,7 @@ class WireClock:
 
     @contextlib.contextmanager
     def hurrying_after(self, event):
-        """Once it is set, whoever gets nothing and looks at the clock has waited for too long."""
+        """Once the event is set, any connection that reads the clock without progress times out."""
         self._event = event
         try:
             yield
@@ -73,7 +73,7 @@ def wire_clock(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_such_host(monkeypatch):
-    """A network is not asked for a name that nobody has."""
+    """Makes the name resolution of an unknown host fail without a network."""
     getaddrinfo = socket.getaddrinfo
 
     def found(host, *arguments, **options):
@@ -89,7 +89,7 @@ def decoder_terms():
 
 
 class Log(logging.Handler):
-    """Lines that this package logs."""
+    """Records this package's log lines."""
 
     def __init__(self):
         super().__init__()
@@ -116,7 +116,7 @@ def log():
 
 @pytest.fixture
 def ends():
-    """What is to be closed; afterwards no thread is left."""
+    """Closes the added objects at the end, and checks that no thread is left."""
     opened = []
     yield opened
     for each in reversed(opened):
@@ -127,7 +127,7 @@ def ends():
 
 @pytest.fixture
 def export_cache(clock):
-    """Its leases end only when a test moves the clock."""
+    """A send cache whose leases only expire when a test advances the clock."""
     return ExportCache(1 << 24, clock)
 
 
@@ -167,7 +167,7 @@ def make_proxy(ends):
 
 @pytest.fixture
 def start_engine():
-    """Another process: see engines.py."""
+    """Starts another process: see engines.py."""
     started = []
 
     def start(*arguments):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of two engines share; run as a program, one of them: `engines.py serve|hold ...`.
+"""Shared by tests of two engines; as a program, one of them: `engines.py serve|hold ...`.
 
-`serve SEED COUNT SIZE` prints the port that its pages are served at; `hold PORT SEED COUNT SIZE`
-asks a server for pages, prints how many it has leases on, and holds them. Both until they are
+`serve SEED COUNT SIZE` prints the port that serves its pages; `hold PORT SEED COUNT SIZE` requests
+pages from a server, prints the number of leases, and holds them. Both run until they are
 killed.
 """
 
@@ -18,7 +18,7 @@ import types
 from dataclasses import replace
 
 if __name__ == "__main__":
-    # Importing vLLM takes seconds, and its logger is all that is used of it here.
+    # Importing vLLM takes seconds; only its logger is used here.
     sys.modules["vllm"] = types.ModuleType("vllm")
     sys.modules["vllm.logger"] = types.ModuleType("vllm.logger")
     sys.modules["vllm.logger"].init_logger = logging.getLogger
@@ -33,9 +33,9 @@ from vllm_metal.kv_transfer.peer.wire import Link
 from vllm_metal.settings.address import Address
 
 SECRET = b"a secret of the tests"
-#: Of tests: a machine that has much to do must not seem to stand still.
+#: Test timeout, long enough for a busy machine.
 CALM = Timeouts(connect=20.0, no_progress=60.0, authenticate=60.0, wait=2.0, waiting_interval=0.05)
-#: Where nothing is expected of a connection but that it ends.
+#: Timeout where a connection is only expected to end.
 QUICK = replace(CALM, no_progress=0.5, authenticate=0.5)
 
 
@@ -44,13 +44,13 @@ def make_terms(engine_id="prefill-1", fingerprint="f00d", page_bytes=(4096,), **
 
 
 def make_pages(count, size, seed=0):
-    """Pages by key, of 36 bytes as vLLM's."""
+    """Makes pages by key, of 36 bytes as in vLLM."""
     rng = random.Random(seed)
     return {rng.randbytes(36): rng.randbytes(size) for _ in range(count)}
 
 
 def blank(pages):
-    """Memory for pages, and what is in it afterwards."""
+    """Returns memory for pages, and a function that reads it."""
     return [bytearray(len(page)) for page in pages]
 
 
@@ -64,7 +64,7 @@ def fill(export_cache, pages):
 
 
 def pull(peer, pages, wanted=lambda: True):
-    """Whether all came, and the same."""
+    """Returns whether all pages arrived unchanged."""
     into = blank(pages.values())
     done = peer.fetch(list(pages), views(into), wanted)
     if done:
@@ -73,7 +73,7 @@ def pull(peer, pages, wanted=lambda: True):
 
 
 def wait_until(condition, seconds=60):
-    """Fails a test that waits for ever; how long it takes decides nothing."""
+    """Waits for a condition; the timeout only affects failing tests."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
@@ -81,31 +81,31 @@ def wait_until(condition, seconds=60):
 
 
 def connect(port, no_progress_s=20.0):
-    """A link to a server, before a word is said."""
+    """Connects to a server, without a handshake."""
     return Link(socket.create_connection(("127.0.0.1", port)), no_progress_s)
 
 
 def introduced(port, session=b"i" * 16, no_progress_s=20.0):
-    """A link to a server that has got over the first words."""
+    """Connects to a server, and completes the handshake."""
     link = connect(port, no_progress_s)
     handshake.introduce(link, SECRET, session, make_terms())
     return link
 
 
 def is_over(link):
-    """Waits for the other side to end a connection, whatever it says before."""
+    """Waits for the other side to close a connection, ignoring its data."""
     try:
         while link.sock.recv(1 << 16):
             pass
     except BlockingIOError:
-        return False  # a slice of time is over
+        return False  # a time slice is over
     except ConnectionError:
         pass
     return True
 
 
 class Proxy:
-    """Between a client and a server; spoils what the server says when a test has armed it."""
+    """A proxy that corrupts the server's data once a test has armed it."""
 
     def __init__(self, port):
         self._server_port = port
@@ -113,7 +113,7 @@ class Proxy:
         self.port = self._listener.getsockname()[1]
         self._lock = threading.Lock()
         self._fault = None
-        self._left = 0  # bytes until it happens
+        self._left = 0  # bytes until the fault
         self._sockets = []
         self._closed = threading.Event()
         self.happened = threading.Event()
@@ -121,7 +121,7 @@ class Proxy:
         self._threads = [self._start(self._accept)]
 
     def arm(self, after, fault):
-        """After so many more bytes of the server's: "flip" a bit, "stall", or "cut"."""
+        """After `after` more bytes from the server: "flip" a bit, "stall", or "cut"."""
         with self._lock:
             self.happened.clear()
             self._left, self._fault = after, fault
@@ -149,7 +149,7 @@ class Proxy:
             self.num_connections += 1
             try:
                 far = socket.create_connection(("127.0.0.1", self._server_port))
-            except OSError:  # no server any more
+            except OSError:  # the server is gone
                 near.close()
                 continue
             with self._lock:

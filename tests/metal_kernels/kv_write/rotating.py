@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes that rotate, of random rows, and the formula of a rotation."""
+"""Rotating writes of random rows, and the formula of a rotation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HEADS, _QUERY_HEADS, _BLOCK, _BLOCKS = 2, 4, 16, 3
 
 
 def rotated(rows: mx.array, positions: mx.array, rotation: Rotation) -> np.ndarray:
-    """[T, H, D] float64, by the formula: pairs as complex numbers times exp(i angle)."""
+    """Returns [T, H, D] float64 by the formula: pairs as complex numbers times exp(i angle)."""
     kind = rotation.kind
     found = np.array(rows.astype(mx.float32)).astype(np.float64)
     pairs = np.arange(kind.dims // 2)
@@ -38,7 +38,7 @@ def rotated(rows: mx.array, positions: mx.array, rotation: Rotation) -> np.ndarr
 
 
 class Rotating:
-    """A write of rows from a seed, at positions of up to 60, whose angles float32 holds well."""
+    """A write of random rows at positions up to 60, whose angles are exact enough in float32."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Rotating:
         slots: Sequence[int],
         scale: float = 0.75,
     ) -> None:
-        """`sizes` of K's and V's heads; of latents K's alone."""
+        """`sizes`: head sizes of K and V; only K's for latents."""
         rng = np.random.default_rng(0)
         self.dtype, self.pool_dtype, self.slots = dtype, pool_dtype, slots
         listed = mx.array((3 * 1e4 ** (np.arange(kind.dims // 2) / 40)).astype(np.float32))
@@ -91,7 +91,7 @@ class Rotating:
         return found
 
     def write(self) -> mx.array | None:
-        """Rotated queries."""
+        """Writes; returns rotated queries."""
         queries, fence = kv_write.rotate_and_write(**self.arguments())
         assert not np.array(fence).any()
         return queries
@@ -105,16 +105,16 @@ class Rotating:
         return flat[:, mx.array([slot for slot in self.slots if slot >= 0])].swapaxes(0, 1)
 
     def held_keys(self) -> mx.array:
-        """[t, Hkv, D] float32, of the rows that have a slot."""
+        """[t, Hkv, D] float32 of the rows that have a slot."""
         return self._held(0)
 
     def steps(self) -> np.ndarray:
-        """[T, Hkv, 1]: by how much a code may be off, of a pool of codes."""
+        """[T, Hkv, 1]: tolerance of quantized values in a quantized pool."""
         largest = np.abs(np.array(self.keys.astype(mx.float32))).max(axis=-1, keepdims=True)
         return largest * 1.5 * (1 / 127 if self.pool_dtype == mx.int8 else 1 / 14)
 
     def check_values(self) -> None:
-        """They are written as they are."""
+        """Checks that values are written unchanged."""
         if self.values is None or self.pool_dtype in QUANTIZED_DTYPES:
             return
         written = mx.array([row for row, slot in enumerate(self.slots) if slot >= 0])

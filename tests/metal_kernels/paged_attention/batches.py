@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ragged batches over a paged pool, and the float64 formula of what attention makes of them."""
+"""Ragged batches over a paged pool, and the float64 formula of their attention."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ import torch
 from metal_kernels.layout import PositionLag
 from metal_kernels.paged_attention import AttentionShape
 
-NAN_BITS = {mx.uint8: 0x7F, mx.int8: 0}  # int8 has none; its scales have
+NAN_BITS = {mx.uint8: 0x7F, mx.int8: 0}  # int8 has none, but its scales do
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Batch:
     seq_lens: np.ndarray  # [R]
     tables: np.ndarray  # [R, W]
     queries: mx.array  # [T, H, D]
-    key_pool: mx.array  # [Hkv, B, block_size, D], NaN wherever no request has a token
+    key_pool: mx.array  # [Hkv, B, block_size, D], NaN outside of requests' tokens
     value_pool: mx.array
     key_scales: mx.array | None
     value_scales: mx.array | None
@@ -28,7 +28,7 @@ class Batch:
 
 
 def decoded(codes, scales):
-    """Float64 values of a pool's array."""
+    """Decodes a pool's array to float64."""
     if codes.dtype == mx.uint8:
         raw = torch.from_numpy(np.array(codes)).view(torch.float8_e4m3fn)
         values = raw.to(torch.float64).numpy()
@@ -45,8 +45,8 @@ def make_batch(rng, requests, shape, dtype, cache_dtype=None, block_size=16, ali
     """
     Args:
         requests: (tokens computed before, rows of this step) of each.
-        cache_dtype: None for that of the queries.
-        alike: (indices of requests, blocks that they begin with in common) of each group.
+        cache_dtype: dtype of the pool; None: the queries' dtype.
+        alike: (indices of requests, number of shared leading blocks) of each group.
     """
     counts = np.array([rows for _, rows in requests], np.int32)
     seq_lens = counts + np.array([before for before, _ in requests], np.int32)
@@ -107,7 +107,7 @@ def _pool(rng, shape, dtype, tables, seq_lens):
 
 
 def overstated(batch: Batch, most: int) -> tuple[np.ndarray, np.ndarray, PositionLag]:
-    """Lengths [R] that are up to `most` too large, tables [R, W] for them, by how much they are.
+    """Returns lengths [R] up to `most` too large, tables [R, W] for them, and the lag.
 
     Slots past the true lengths hold NaN, as another request may have left there.
     """
@@ -121,16 +121,16 @@ def overstated(batch: Batch, most: int) -> tuple[np.ndarray, np.ndarray, Positio
 
 
 def bias_of(rng, batch, extent):
-    """Biases that change which keys count, [T, H, extent] in the queries' dtype."""
+    """Draws biases large enough to reorder keys, [T, H, extent] in the queries' dtype."""
     bias = 2.0 * rng.normal(size=(*batch.queries.shape[:2], extent))
     return mx.array(bias.astype(np.float32)).astype(batch.queries.dtype)
 
 
 def expected(batch, scale, window=None, softcap=None, sinks=None, bidirectional=False, bias=None):
-    """[T, H, DV] float64, one row and head at a time.
+    """Returns [T, H, DV] float64, one row and head at a time.
 
     Args:
-        bias: [T, H, extent], added to the score of the key that many positions before the row's.
+        bias: [T, H, extent], added to the score of the key this many positions before the row's.
     """
     shape = batch.shape
     queries = np.array(batch.queries.astype(mx.float32), np.float64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A double of MLX's fused attention on an M5, which reads whole tiles of K and V."""
+"""Imitates MLX's fused attention on an M5, which reads whole tiles of K and V."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ TILE = 64  # keys
 
 
 class WholeTiles:
-    """Stands for `mx.fast.scaled_dot_product_attention` and `kv_gather.gather`.
+    """Replaces `mx.fast.scaled_dot_product_attention` and `kv_gather.gather`.
 
-    Keys are widened to whole tiles by what lies behind them in memory, as far as the gathered
-    arrays reach. All of it is multiplied: what no row sees with weights of 0.
+    Extends keys to whole tiles with the memory behind them, within the gathered
+    arrays. Everything is multiplied, invisible keys with weights of 0.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class WholeTiles:
         return context, fence
 
     def attend(self, q: mx.array, k: mx.array, v: mx.array, **options: Any) -> mx.array:
-        """Of one request, in float32."""
+        """Attends for one request in float32."""
         self.calls.append({"q": q.shape, "k": k.shape, **options})
         mx.eval(q, k, v)
         num_keys, num_rows = k.shape[2], q.shape[2]
@@ -56,7 +56,7 @@ class WholeTiles:
         return mx.array((weights @ values / total).astype(np.float32))[None]
 
     def _widened(self, part: mx.array) -> np.ndarray:
-        """[h, whole tiles, D] of [1, h, S, D]; the last head's end with the array."""
+        """Returns [h, whole tiles, D] of [1, h, S, D]; the last head's end with the array."""
         view = np.asarray(memoryview(part))[0]
         (base,) = (flat for flat in self._gathered if np.may_share_memory(flat, view))
         at = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]

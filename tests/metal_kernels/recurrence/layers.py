@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrences of random rows, and their formulas in float64, one token after another."""
+"""Recurrences of random rows, and their float64 formulas, token by token."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layer:
         return StatePart(self.start, (num_heads, value_size, key_size), self.of_states)
 
     def draw(self, rng, num_rows):
-        """Queries and inputs of rows; keys of length 1 or so, which keeps the delta rule stable."""
+        """Draws queries and inputs; keys have length about 1, which keeps the delta rule stable."""
         num_keys, key_size, num_heads, value_size = self.heads
         decays = {"heads": (num_heads,), "keys": (num_heads, key_size), "rates": None}[self.decays]
 
@@ -67,7 +67,7 @@ def naive(
     kept: RecurrenceInputs | None,
     log_rates: mx.array | None,
 ) -> Apply:
-    """`apply` of `play`."""
+    """Returns the `apply` argument of `play`."""
     num_keys, _, num_heads, _ = layer.heads
     sources = {
         kind: {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A clock that only work moves, and machines of known speed, with noise."""
+"""A clock that only work advances, and machines of known speed, with noise."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from metal_kernels.tuner.stopwatch import Run, Stopwatch, Timing
 
 @dataclass
 class Machine:
-    """Work takes as long as it is said to, times noise, times what the machine has become."""
+    """A machine on which work takes its given time, times noise, times a drift."""
 
     seed: int = 0
-    noise: float = 0.0  # of each call to `run`, up and down, all alike
-    #: Takes the seconds since the start; returns how many times as long work takes then.
+    noise: float = 0.0  # relative noise of each call to `run`
+    #: Maps the seconds since the start to the machine's slowdown.
     slower: Callable[[float], float] = lambda now: 1.0
     now: float = 0.0
     stopwatch: Stopwatch = field(init=False)
@@ -26,7 +26,7 @@ class Machine:
         self.stopwatch = Stopwatch(clock=lambda: self.now, window=0.03)
 
     def work(self, seconds: float) -> Run:
-        """Runs calls that take so long each. One run of them fills a window: its noise is whole."""
+        """Returns calls of `seconds` each. One run fills a window, so its noise is not averaged."""
 
         def run(count: int) -> None:
             noise = 1 + self._random.uniform(-self.noise, self.noise)
@@ -39,7 +39,7 @@ class Machine:
 
 
 class Once(Stopwatch):
-    """Runs each variant a few times, whatever it takes."""
+    """Runs each variant a few times, however long it takes."""
 
     def __init__(self) -> None:
         super().__init__(window=0.0, warm_up=0.0, batch=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model's folder, vLLM's scheduler without a worker, and an engine that has died."""
+"""A small model's folder, vLLM's scheduler without a worker, and a dead engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def folder_config(folder: str) -> Any:
 
 
 def make_scheduler(config: Any, num_blocks: int) -> Any:
-    """vLLM's scheduler, without a worker."""
+    """Makes vLLM's scheduler without a worker."""
     import torch
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -47,7 +47,7 @@ def make_scheduler(config: Any, num_blocks: int) -> Any:
 
 
 class DeadEngine:
-    """What a server asks of an engine that has died by itself."""
+    """The interface of a dead engine for a server."""
 
     errored, is_running, should_keep_api_server_alive = True, False, False
     vllm_config = SimpleNamespace(
@@ -58,7 +58,7 @@ class DeadEngine:
 
 
 async def serve_until_it_ends(engine):
-    """Runs vLLM's HTTP server, which looks at its engine as soon as it has started."""
+    """Runs vLLM's HTTP server, which checks its engine as soon as it has started."""
     import asyncio
 
     from fastapi import FastAPI
