@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A double of vLLM's application, and a client that speaks ASGI to what stands before it.
+"""A fake vLLM application, and an ASGI client for the middleware in front of it.
 
-The double answers as vLLM does, and its text depends on every field that it gets but the salt: so a
-wrong answer from a cache is seen.
+The fake answers like vLLM, and its text depends on every field except the salt, so that wrong
+cache hits are detected.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from vllm_metal.serving.metrics import ServerMetrics
 from vllm_metal.serving.response_cache.key import Rendered
 
 SECRET = b"0123456789abcdef0123456789abcdef"
-#: What vLLM does not answer differently for.
+#: Fields that do not affect vLLM's answer.
 _IGNORED = ("cache_salt", "stream", "stream_options", "user", "metadata", "request_id", "priority")
 
 
 class OutputProcessor:
-    """vLLM's, for requests of one choice."""
+    """Like vLLM's, for requests with one choice."""
 
     def __init__(self):
         self.external_req_ids, self.request_states = {}, {}
@@ -56,7 +56,7 @@ class OutputProcessor:
 
 
 class Engine:
-    """What a time limit and a count of tokens ask of the engine. It computes two tokens a time."""
+    """The engine interface for time limits and token counts. It generates two tokens at a time."""
 
     def __init__(self):
         self.output_processor = OutputProcessor()
@@ -64,7 +64,7 @@ class Engine:
         self._ended = {}
 
     def begin(self, request_id, salt):
-        """A request enters; returns it, and what is set when it is aborted."""
+        """Adds a request; returns it, and an event set by its abort."""
         inner = f"{request_id}-inner"
         request = SimpleNamespace(
             external_req_id=request_id, request_id=inner, cache_salt=salt, said=0
@@ -74,7 +74,7 @@ class Engine:
         return request, self._ended[request_id]
 
     def say(self, request, tokens, end=None):
-        """A step puts out tokens of a request, for the first time with its prompt's."""
+        """Outputs a request's tokens, the first time with its prompt's."""
         prompt = SimpleNamespace(num_prompt_tokens=5, num_cached_tokens=2)
         output = SimpleNamespace(
             request_id=request.request_id,
@@ -93,12 +93,12 @@ class Engine:
 
 
 class App:
-    """vLLM's application. `gate`, where it is set, holds every answer back until it is opened."""
+    """vLLM's application. `gate`, if set, delays every answer until it is opened."""
 
     def __init__(self, gate=None, pieces=3, status=200, finish="stop", deaf=False, quiet=False):
         self.seen = []  # (path, headers, fields) of each request
         self.gate, self.pieces, self.status, self.finish = gate, pieces, status, finish
-        self.deaf = deaf  # whether the engine knows nothing of requests, so that none is aborted
+        self.deaf = deaf  # whether the engine knows no requests, so that none is aborted
         self.quiet = quiet  # whether there is no token of an answer before `gate` opens
         self.engine = Engine()
         self.state = SimpleNamespace(engine_client=self.engine, args=SimpleNamespace(api_key=None))
@@ -144,7 +144,7 @@ class App:
 
     async def _answer(self, path, fields, finish, send):
         if finish == "gone":
-            if not fields.get("stream"):  # what FastAPI makes of a handler that was cancelled
+            if not fields.get("stream"):  # FastAPI's result of a canceled handler
                 await _send_json(send, None)
             return
         if self.status != 200:
@@ -177,7 +177,7 @@ async def _send_json(send, value, status=200):
 
 
 def text_of(fields):
-    """What the double says to a body."""
+    """Returns the fake's text for a body."""
     counted = {name: value for name, value in fields.items() if name not in _IGNORED}
     return hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
 
@@ -193,7 +193,7 @@ def response(fields):
 
 
 def whole(path, fields, finish="stop"):
-    """As CompletionResponse, ChatCompletionResponse and AnthropicMessagesResponse are written."""
+    """Formats a body like the Completion, ChatCompletion and AnthropicMessages responses."""
     text = text_of(fields)
     usage = {
         "prompt_tokens": 5,
@@ -220,7 +220,7 @@ def whole(path, fields, finish="stop"):
 
 
 def stream(path, fields, finish="stop", pieces=3):
-    """As the chunks of the same are written; exclude_unset leaves out what was not given."""
+    """Formats chunks of the same types; exclude_unset omits missing fields."""
     text = text_of(fields)
     size = -(-len(text) // pieces)
     parts = [text[place : place + size] for place in range(0, len(text), size)]
@@ -264,7 +264,7 @@ def _messages(parts, answer):
 
 @dataclass
 class Reply:
-    """What a client got."""
+    """The client's received reply."""
 
     status: int | None = None
     headers: dict = field(default_factory=dict)
@@ -287,7 +287,7 @@ class Reply:
         return [json.loads(data) for data in self.events() if data != "[DONE]"]
 
     def text(self):
-        """What it says, of a chat or a completion in either form."""
+        """Its text, for a chat or a completion, streamed or not."""
         if not self.headers["content-type"].startswith("text/event-stream"):
             (choice,) = self.json()["choices"]
             return choice.get("text") or choice["message"]["content"]
@@ -312,17 +312,17 @@ async def ask(
     """Sends a request through ASGI.
 
     Args:
-        gate: what stands before vLLM.
-        path: of the request.
-        fields: of its body.
+        gate: the middleware.
+        path: request path.
+        fields: JSON body.
         key: an API key; None: none.
-        method: of the request.
-        headers: more of them.
-        raw: a body as it is, in the place of `fields`.
-        gone: an event that stands for the client's going.
-        query: of the request.
-        reads: an event that the client waits for before it reads anything.
-        hang_up: called when the connection is to be ended.
+        method: HTTP method.
+        headers: additional headers.
+        raw: raw body, instead of `fields`.
+        gone: event that the client disconnects.
+        query: query string.
+        reads: event that the client waits for before it reads anything.
+        hang_up: called when the connection is to be closed.
     """
     body = raw if raw is not None else b"" if fields is None else json.dumps(fields).encode()
     sent = [(b"content-type", b"application/json"), (b"host", b"h")]
@@ -374,12 +374,12 @@ def app_of(gate):
 
 
 def identity(gate, key):
-    """What a tenant's salts and ids are derived from, by its key."""
+    """Returns the identity that a tenant's salts and ids derive from, by its key."""
     return gate.keys.find(key).identity
 
 
 async def render(style, fields):
-    """Tokens of a prompt: its bytes. None for what vLLM would refuse."""
+    """Returns a prompt's tokens, its bytes; None for what vLLM would reject."""
     prompt = fields.get("messages", fields.get("prompt"))
     return None if prompt is None else [Rendered(list(json.dumps(prompt).encode()))]
 
@@ -402,7 +402,7 @@ def make(
     clock=time.monotonic,
     **limits,
 ):
-    """What stands before the double, and keys by tenant."""
+    """Makes the middleware in front of the fake, and keys by tenant."""
     keys, of_tenants, of_cache = {}, None, response_cache
     if tenants:
         file = folder / "tenants.json"
@@ -421,10 +421,10 @@ def make(
 
 
 async def ready(gate):
-    """Waits until it is known which model answers."""
+    """Waits until the model's identity is known."""
     await gate.ready(gate.app.state)
 
 
 def counted(gate, name, **labels):
-    """A sample of /metrics; 0: there is none."""
+    """Returns a sample of /metrics; 0 if it is missing."""
     return gate.metrics.registry.get_sample_value(name, labels) or 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin that begins no test once its minutes are over: ``-p time_limit --begin-within 40``.
+"""Plugin that starts no test after a time limit: ``-p time_limit --begin-within 40``.
 
-On a slow machine a run then ends in time, and says which part of it was left out.
+On a slow machine a run then ends in time, and reports the skipped tests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips before fixtures are made."""
+    """Skips before fixtures are set up."""
     minutes = item.config.getoption("--begin-within")
     if time.monotonic() - _BEGUN > minutes * 60:
         pytest.skip(f"the {minutes:g} minutes that this run may take to begin tests are over")

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An event loop whose clock jumps to the next timer: what takes minutes is run at once."""
+"""An event loop whose clock jumps to the next timer, so that waits take no time."""
 
 import asyncio
 
 
 class VirtualTime(asyncio.SelectorEventLoop):
-    """Timers fire in their order, as soon as nothing else is to be done."""
+    """Fires timers in order, as soon as nothing else is runnable."""
 
     def __init__(self):
         super().__init__()
@@ -20,11 +20,11 @@ class VirtualTime(asyncio.SelectorEventLoop):
         self._selector.select = jump
 
     def time(self):
-        """Seconds since the loop was made."""
+        """Returns the seconds since the loop was created."""
         return self._passed
 
 
 def run(main):
-    """What a coroutine returns."""
+    """Runs a coroutine; returns its result."""
     with asyncio.Runner(loop_factory=VirtualTime) as runner:
         return runner.run(main)

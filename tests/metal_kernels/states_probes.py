@@ -30,9 +30,8 @@ def _made_step() -> Step:
     """Makes a prompt with drafts in two tiles, drafts after kept rows, kept rows without a row.
 
     Blocks end in the prompt (most of them null), in kept rows, and where a state is written
-    anyway, to the block that it was read from. Two requests are new: one has an ignored state
-    in its block,
-    one has none. The last one's state is not written.
+    anyway, to the block that it was read from. Two requests are new: one has an ignored state in
+    its block, one none. The last one's state is not written.
     """
     table = [
         [0, 73, 70, 0, 0, 0, 2, 2, 0],

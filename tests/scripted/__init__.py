@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose greedy text is a script, so that a real engine says what a test of agents needs.
+"""A model with scripted greedy output, for agent tests on a real engine.
 
     scripts = [Script((Turn(calls=(Call("read", {"path": "notes"}),)), Turn("It says hello.")))]
     model = scripted.checkpoint(folder, scripts)
 
-Serve it in float32, with `--tool-call-parser hermes` and `--enable-auto-tool-choice`; where a turn
-has reasoning, with `--reasoning-parser deepseek_r1` too. A grammar (structured outputs, or a tool
+Serve it in float32, with `--tool-call-parser hermes` and `--enable-auto-tool-choice`, and with
+`--reasoning-parser deepseek_r1` if a turn has reasoning. A grammar (structured outputs, or a tool
 choice that is not "auto") allows none of a script's tokens.
 """
 
@@ -27,14 +27,14 @@ _TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 
 
 def checkpoint(folder: Path, scripts: Sequence[Script]) -> Path:
-    """Writes a model that says `scripts`, and returns its folder.
+    """Writes a model that says `scripts`; returns its folder.
 
     Args:
-        folder: where to; it is made.
+        folder: folder to create.
         scripts: one without a marker, and those of side requests, the first of which counts.
 
     Raises:
-        ValueError: the scripts cannot be said; it names which, and why.
+        ValueError: a script is impossible; the message has its name and the reason.
     """
     check(tuple(scripts), MAX_SCRIPTS, MAX_RESULTS)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in this process, so that their counters can be read."""
+"""In-process engines with readable counters."""
 
 import os
 

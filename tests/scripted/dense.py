@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers' model of a script checkpoint, as judge of what it says."""
+"""Judges a script checkpoint's output with transformers."""
 
 from pathlib import Path
 
@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 class Said:
-    """What transformers' model of a folder answers."""
+    """Generates with transformers' model of a folder."""
 
     def __init__(self, folder: Path):
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
     def __call__(self, messages: list[dict[str, str]]) -> str:
-        """The greedy answer to a conversation."""
+        """Returns the greedy answer to a conversation."""
         ids = self.tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
@@ -27,7 +27,7 @@ class Said:
 
 
 def asked(text: str, results: int = 0, filler: str = "") -> list[dict[str, str]]:
-    """A conversation that has had so many tool results."""
+    """Makes a conversation with the given tool results."""
     history = [{"role": "user", "content": text}]
     for number in range(results):
         history += [

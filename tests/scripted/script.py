@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a script checkpoint is to say: scripts of turns, and the text of each."""
+"""Defines scripts of turns, and the text of each turn."""
 
 import json
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ class Call:
     """One tool call.
 
     Attributes:
-        name: the tool's, as the client has it.
-        arguments: an object; or text that stands where the object should, as broken JSON is.
+        name: the tool's name in the client.
+        arguments: an object; or text instead of one, for invalid JSON.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        """The call as Qwen's and Hermes's models write it, which vLLM's parser `hermes` reads."""
+        """The call as Qwen and Hermes models write it, for vLLM's `hermes` parser."""
         object_ = self.arguments
         arguments = object_ if isinstance(object_, str) else json.dumps(object_, ensure_ascii=False)
         name = json.dumps(self.name)
@@ -32,13 +32,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer of the model: reasoning, then text, then calls; at least one of the latter two.
+    """An answer of the model: reasoning, then text, then calls; text or calls are required.
 
     Attributes:
-        text: what it says.
+        text: its text.
         calls: its tool calls, in order.
-        reasoning: what it thinks first.
-        results: how many tool results the client sends for it; None: one a call.
+        reasoning: its reasoning.
+        results: number of tool results that the client sends for it; None: one per call.
     """
 
     text: str = ""
@@ -48,31 +48,31 @@ class Turn:
 
     @property
     def answer(self) -> str:
-        """What stands behind the reasoning."""
+        """The answer after the reasoning."""
         return "\n".join([*([self.text] if self.text else []), *(call.text for call in self.calls)])
 
     @property
     def counted(self) -> int:
-        """How many tool results a prompt has more behind this turn than before it."""
+        """Number of tool results that this turn adds to the prompt."""
         return len(self.calls) if self.results is None else self.results
 
 
 @dataclass(frozen=True)
 class Script:
-    """Turns in their order. The number of tool results in a prompt says which is next; behind the
-    last of them, the last again.
+    """Turns in order. The number of tool results in a prompt selects the next turn; after the
+    last one, the last again.
 
     Attributes:
-        turns: one after another; each but the last has tool results, by which they are told apart.
-        marker: text by which a prompt asks for this script, wherever in the prompt it stands; of
-            several scripts the first counts. None: what every other prompt gets.
+        turns: the turns; all but the last have tool results, which distinguish them.
+        marker: text that selects this script, anywhere in the prompt; of
+            several scripts the first wins. None: the default script.
     """
 
     turns: tuple[Turn, ...]
     marker: str | None = None
 
     def starts(self) -> list[int]:
-        """How many tool results a prompt has before each turn."""
+        """Number of tool results in the prompt before each turn."""
         counts = [0]
         for turn in self.turns[:-1]:
             counts.append(counts[-1] + turn.counted)
@@ -80,15 +80,15 @@ class Script:
 
 
 def check(scripts: tuple[Script, ...], max_scripts: int, max_results: int) -> None:
-    """Refuses what no checkpoint can say.
+    """Rejects scripts that no checkpoint can say.
 
     Args:
-        scripts: all of a checkpoint.
-        max_scripts: how many it has room for.
-        max_results: how many tool results it can count.
+        scripts: all scripts of a checkpoint.
+        max_scripts: maximum number of scripts.
+        max_results: maximum number of tool results in a prompt.
 
     Raises:
-        ValueError: names the script, and what is wrong with it.
+        ValueError: a script is invalid; the message has its name and the reason.
     """
     if [script.marker for script in scripts].count(None) != 1:
         raise ValueError("scripts: one has to be without a marker, and one only")

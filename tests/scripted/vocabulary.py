@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer in which every place of a script has a token of its own."""
+"""A tokenizer with a distinct token for each position of a script."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -11,26 +11,26 @@ from tokenizers import Tokenizer
 
 from scripted.script import END_OF_REASONING, Script, Turn
 
-#: Opens every prompt, once: what the tool results are counted against.
+#: Begins every prompt, once: attention to it is compared with that to tool results.
 BEGIN = "<|begin|>"
-#: Opens every tool result in a prompt.
+#: Begins every tool result in a prompt.
 RESULT = "<tool_response>"
 END_OF_TURN = "<|im_end|>"
 
-# Between these two stand numbers that keep alike pieces apart. The decoder drops them.
+# Numbers between these two distinguish equal pieces. The decoder drops them.
 _OPEN, _CLOSE = "\ue000", "\ue001"
 
 
 @dataclass(frozen=True)
 class Place:
-    """One token of a script.
+    """A token of a script.
 
     Attributes:
         token: its id.
-        next: index in `Vocabulary.places` of the place behind it; None: the turn ends; -1: the
+        next: index in `Vocabulary.places` of the next token; None: the turn ends; -1: the
             reasoning ends.
-        start: (script, tool results before the turn, whether behind the reasoning), of the first
-            place of a turn or of what is behind its reasoning; None elsewhere.
+        start: (script, tool results before the turn, whether after the reasoning), for the first
+            token of a turn or of its answer after reasoning; otherwise None.
     """
 
     token: int
@@ -40,28 +40,28 @@ class Place:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Ids of all that the weights must know, and how many ids there are."""
+    """Token ids that the weights depend on, and the vocabulary size."""
 
     size: int
     begin: int
     result: int
     end_of_turn: int
     end_of_reasoning: int
-    markers: dict[int, int]  # script by id of its marker
+    markers: dict[int, int]  # marker id to script
     places: tuple[Place, ...]
 
 
 def write(folder: Path, base: Path, scripts: Sequence[Script], reasons: bool) -> Vocabulary:
     """Writes tokenizer.json.
 
-    A place's token is in the vocabulary and no merge makes it, so that text never becomes one: what
-    a client sends back is tokens of the base, and a bigram holds in what is generated only.
+    No merge produces a script's tokens, so text is never encoded to one: a client's
+    history consists of base tokens, and a bigram holds only in generated text.
 
     Args:
-        folder: where to.
-        base: folder with the tokenizer of text, byte-level BPE.
-        scripts: checked ones.
-        reasons: whether turns begin with reasoning, if an empty one.
+        folder: target folder.
+        base: folder with a byte-level BPE tokenizer for text.
+        scripts: valid scripts.
+        reasons: whether turns begin with reasoning, possibly empty.
     """
     spec = json.loads((base / "tokenizer.json").read_text())
     vocab = spec["model"]["vocab"]
@@ -96,7 +96,7 @@ def write(folder: Path, base: Path, scripts: Sequence[Script], reasons: bool) ->
 
 
 def _behind(turn: Turn, reasons: bool) -> str:
-    """The answer as it stands behind the reasoning, if there is any."""
+    """Returns the answer after its reasoning, if any."""
     return f"\n\n{turn.answer}" if reasons else turn.answer
 
 
@@ -110,13 +110,13 @@ def _add(
 
 
 class _Tokens:
-    """Adds a token to the vocabulary for each piece of a text, of those that the base makes."""
+    """Adds a token to the vocabulary for each base token of a text."""
 
     def __init__(self, vocab: dict[str, int], base: Tokenizer):
         self._vocab, self._base = vocab, base
 
     def of(self, text: str) -> list[int]:
-        """New ids, in order."""
+        """Returns the new ids in order."""
         return [self._new(piece) for piece in self._base.encode(text).tokens]
 
     def _new(self, piece: str) -> int:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of a Llama of one layer that says scripts: all by formula, none learned.
+"""Computes the weights of a one-layer Llama that says scripts, without training.
 
-The residual stream of a token has, by column: a one; what makes all tokens equally long; whether
-it opens a prompt, or a tool result, or is a script's marker; whether a turn may start behind it, or
-an answer behind reasoning; and, as one-hot digits, the place that follows it in its script. Two
-heads of attention add to it how many tool results the prompt has, and which script is asked for.
-The MLP adds nothing. The head reads either the digits, or, behind a token of text, which turn is to
-start.
+Columns of a token's residual stream: a one; padding to equal length; whether
+it opens a prompt or a tool result, or is a script's marker; whether a turn, or an answer after
+reasoning, may start after it; and the next position in its script, as one-hot digits. Two
+attention heads add the number of tool results in the prompt, and the selected script. The MLP adds
+nothing. The head reads the digits or, after a token of text, which turn
+starts.
 """
 
 import math
@@ -16,22 +16,22 @@ import numpy as np
 
 from scripted.vocabulary import Vocabulary
 
-#: Scripts of a checkpoint, the one without a marker among them; and tool results of a prompt.
+#: Maximum number of scripts, including the one without a marker; and of tool results in a prompt.
 MAX_SCRIPTS, MAX_RESULTS = 24, 64
 
-_DIGITS, _RADIX = 4, 16  # so that 65536 places have a code
+_DIGITS, _RADIX = 4, 16  # codes for 65536 positions
 _HEAD_DIM = 32
-_LENGTH = 3.0  # of each token's vector, the same for all: so RMSNorm only scales by a known factor
+_LENGTH = 3.0  # length of each token's vector: equal, so RMSNorm only scales by a known factor
 _ONE, _FILLER, _BEGIN, _RESULT, _TURN, _ANSWER, _COUNT = range(7)
 _MARKER = 8  # MAX_SCRIPTS columns: is this script's marker
-_ASKED = _MARKER + MAX_SCRIPTS  # MAX_SCRIPTS columns: this script is asked for
+_ASKED = _MARKER + MAX_SCRIPTS  # MAX_SCRIPTS columns: this script is selected
 _CODE = _ASKED + MAX_SCRIPTS  # _DIGITS * _RADIX columns
 _HIDDEN = 128
-_SLOWEST = _HEAD_DIM // 2 - 1  # the dimension that RoPE turns least: 6e-12 a token
-_FOUND = 40.0  # a score beside which 10^6 tokens with a score of 0 weigh 4e-12
-_FIRST_WINS = 40.0  # by how much one script's marker outweighs the next one's
-_MIDDLE = 0.75  # of 0.5 to 1, the values of _COUNT
-#: So large that the best token is certain at any temperature up to one. A power of two is exact.
+_SLOWEST = _HEAD_DIM // 2 - 1  # the dimension that RoPE rotates least: 6e-12 per token
+_FOUND = 40.0  # a score next to which 10^6 tokens with a score of 0 weigh 4e-12
+_FIRST_WINS = 40.0  # score difference between one script's marker and the next one's
+_MIDDLE = 0.75  # in the range 0.5 to 1 of _COUNT
+#: So large that the best token is certain at any temperature up to 1. A power of two is exact.
 _CERTAIN = 2.0**21
 
 CONFIG: dict[str, Any] = {
@@ -54,11 +54,11 @@ CONFIG: dict[str, Any] = {
 
 
 def weights(vocabulary: Vocabulary, unmarked: int) -> dict[str, np.ndarray]:
-    """The weights by the names of transformers, all float32.
+    """Returns float32 weights by transformers' names.
 
     Args:
-        vocabulary: ids of what the weights know.
-        unmarked: the script that is asked for where no marker is.
+        vocabulary: token ids.
+        unmarked: the script for prompts without a marker.
     """
     layer = "model.layers.0"
     ones = np.ones(_HIDDEN, np.float32)
@@ -93,11 +93,11 @@ def _embeddings(vocabulary: Vocabulary) -> np.ndarray:
 
 
 def _attention(unmarked: int) -> dict[str, np.ndarray]:
-    """One head counts tool results, one finds the marker; every row asks the same of both."""
-    normed = _LENGTH / math.sqrt(_HIDDEN)  # undoes the norm before
+    """One head counts tool results, one finds the marker; queries are equal in all rows."""
+    normed = _LENGTH / math.sqrt(_HIDDEN)  # undoes the preceding norm
     query, key, value = (np.zeros((2 * _HEAD_DIM, _HIDDEN), np.float32) for _ in range(3))
     out = np.zeros((_HIDDEN, 2 * _HEAD_DIM), np.float32)
-    counts, finds = 0, _HEAD_DIM  # where each head begins
+    counts, finds = 0, _HEAD_DIM  # first element of each head
     query[[counts + _SLOWEST, finds + _SLOWEST], _ONE] = normed * math.sqrt(_HEAD_DIM)
     # m results of weight 1 beside an opening of weight MAX_RESULTS: 1 falls to 1/2 as m rises.
     key[counts + _SLOWEST, _RESULT] = normed * _FOUND
@@ -120,7 +120,7 @@ def _attention(unmarked: int) -> dict[str, np.ndarray]:
 
 
 def _head(vocabulary: Vocabulary) -> np.ndarray:
-    """Behind a place its successor has 4, another place at most 3; a start at most 1.2."""
+    """After a position its successor scores 4, another at most 3; a start at most 1.2."""
     rows = np.zeros((vocabulary.size, _HIDDEN), np.float32)
     rows[vocabulary.end_of_turn] = _code(None)
     rows[vocabulary.end_of_reasoning] = _code(-1)
@@ -130,9 +130,9 @@ def _head(vocabulary: Vocabulary) -> np.ndarray:
 
 
 def _start(script: int, results: int, behind_reasoning: bool) -> np.ndarray:
-    """The row of a turn's first place.
+    """Returns the head's row for a turn's first token.
 
-    Of -(x - g)^2 + x^2 over all g, the largest is that of the g nearest to x.
+    -(x - g)^2 + x^2 over all g is largest for the g nearest to x.
     """
     row = np.zeros(_HIDDEN, np.float32)
     row[_ANSWER if behind_reasoning else _TURN] = 0.5
@@ -144,7 +144,7 @@ def _start(script: int, results: int, behind_reasoning: bool) -> np.ndarray:
 
 
 def _code(index: int | None) -> np.ndarray:
-    """One-hot digits of a place: of the end of a turn, 0; of reasoning, 1; of place i, i + 2."""
+    """Returns one-hot digits: 0 for a turn's end, 1 for that of reasoning, i + 2 for token i."""
     number = 0 if index is None else index + 2
     vector = np.zeros(_HIDDEN, np.float32)
     for digit in range(_DIGITS):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Releases for tests: scripts/dist.sh, run on a copy of what it reads of the clone."""
+"""Builds releases for tests: runs scripts/dist.sh on a copy of the files it reads."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def copy_clone(folder: Path) -> Path:
 
 
 def make(clone: Path, address: str = "") -> Path:
-    """The folder of a release of this clone; hatchling is imported from this environment."""
+    """Makes a release of this clone; returns its folder. Uses this environment's hatchling."""
     pytest.importorskip("hatchling", reason="make setup installs it")
     env = os.environ | {"PYTHON": sys.executable, "ADDRESS": address}
     subprocess.run(["bash", "scripts/dist.sh"], cwd=clone, env=env, check=True, timeout=300)

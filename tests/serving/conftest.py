@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is logged, whether or not vLLM's loggers pass it on to pytest's."""
+"""Captures log records whether or not vLLM's loggers propagate them."""
 
 import logging
 
@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture
 def caplog_vllm(caplog, monkeypatch):
-    """What is logged below `vllm_metal`, at every level."""
+    """Captures records below `vllm_metal` at every level."""
     logger = logging.getLogger("vllm_metal")
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families that call tools or think, by their own templates, and where vLLM's parser errs.
+"""Families with tool calls or reasoning, their templates, and known errors of vLLM's parsers.
 
-`written.py` has those whose template nobody ships. Cohere's are tried where the package
-cohere_melody is installed. Not chosen: phi4_mini_json, which streams nothing of an answer without
+`written.py` has those without a published template. Cohere's are tested if the package
+cohere_melody is installed. Excluded: phi4_mini_json, which streams nothing of an answer without
 calls, and loses calls whose arguments have a bracket.
 """
 
@@ -12,24 +12,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ONE_DELTA = "vLLM's parser loses a call that comes whole in one delta"
-#: Formats in which a call has no text beside it.
+#: Formats in which a call has no surrounding text.
 ALONE = ("call", "calls", "answer")
-#: Formats with one call a turn.
+#: Formats with one call per turn.
 ONE = ("call", "said", "answer")
 
 
 @dataclass(frozen=True, eq=False)
 class Rendered:
-    """A family whose own template is rendered."""
+    """A family tested with its own template."""
 
-    template: str  # as `templates.template` names it
+    template: str  # name in `templates.template`
     family: str  # model_type
-    parsers: tuple[str | None, str | None]  # of tool calls, of thoughts
-    thinks: bool = False  # whether the template writes thoughts
-    tokens: tuple[str, ...] = ()  # that the tokenizer has and the template does not name
-    module: str = ""  # that its parsers import and vLLM does not require
+    parsers: tuple[str | None, str | None]  # of tool calls, of reasoning
+    thinks: bool = False  # whether the template writes reasoning
+    tokens: tuple[str, ...] = ()  # tokenizer's tokens that the template does not name
+    module: str = ""  # imported by its parsers but not required by vLLM
     cases: tuple[str, ...] = ("call", "calls", "said", "answer")
-    #: Cases in which vLLM's parser errs, with what it does: "case whole" or "case streamed".
+    #: Cases in which vLLM's parser errs, with its behavior: "case whole" or "case streamed".
     errs: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -63,8 +63,8 @@ RENDERED = (
         "meta-llama-Llama-3.1-8B-Instruct",
         "llama",
         ("llama3_json", None),
-        tokens=("<|python_tag|>",),  # which its template does not write for tools of the user's
-        cases=("call", "answer"),  # its template writes one call, and no text beside it
+        tokens=("<|python_tag|>",),  # its template does not write it for the user's tools
+        cases=("call", "answer"),  # its template writes one call, and no surrounding text
         errs={"call streamed": ONE_DELTA},
     ),
     Rendered(
@@ -144,7 +144,7 @@ RENDERED = (
         "vllm:hunyuan_a13b",
         "hunyuan_v1_moe",
         ("hunyuan_a13b", None),
-        cases=("call", "calls", "said"),  # it writes a role's name in front of an answer
+        cases=("call", "calls", "said"),  # it writes a role's name before an answer
         errs=dict.fromkeys(
             ("call streamed", "calls streamed", "said streamed"),
             "vLLM's parser loses streamed arguments, and calls behind text",

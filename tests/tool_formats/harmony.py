@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""gpt-oss: its vocabulary, which openai_harmony fetches, out of a wheel; and vLLM's parser."""
+"""gpt-oss's vocabulary from a wheel, instead of openai_harmony's download; and vLLM's parser."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from vllm.parser import ParserManager
 
 from vllm_metal.serving.parsers.choice import Choice
 
-#: openai_harmony reads the file of this name in the folder that this variable names.
+#: Variable that names the folder in which openai_harmony looks for this file.
 VARIABLE, FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
 _KEPT = "litellm/litellm_core_utils/tokenizers/fb374d419588a4632f3f557e76b4b70aebbca790"
 
 
 def vocabulary(folder: Path) -> None:
-    """Puts the vocabulary's file into a folder, out of the wheel of litellm, which counts tokens.
+    """Extracts the vocabulary file into a folder, from the wheel of litellm, which counts tokens.
 
     Raises:
-        archive.UnavailableError: pip does not get the wheel.
+        archive.UnavailableError: pip cannot download the wheel.
     """
     sha256 = "9efa1cbe61ac051f6500c267b173d988ff2d511c2eecf1c8f2ee546c0870747c"
     (folder / FILE).symlink_to(archive.of_wheel("litellm", "1.81.10", sha256, _KEPT))
 
 
 class HarmonyReader(Reader):
-    """vLLM's parser of gpt-oss, as its chat endpoint makes and calls it."""
+    """vLLM's parser of gpt-oss, created and called as in its chat endpoint."""
 
     def __init__(self, choice: Choice) -> None:
         """Takes the choice; `VARIABLE` names a folder with the vocabulary."""
@@ -41,14 +41,14 @@ class HarmonyReader(Reader):
         )
 
     def units(self, text: str) -> list[tuple[str, list[int]]]:
-        """The text's tokens; those that make one letter together are one unit."""
+        """Returns the text's tokens; those of one character form one unit."""
         encoding = get_encoding()
         units, part = [], []
         for token in encoding.encode(text, allowed_special="all"):
             part.append(token)
             try:
                 units.append((encoding.decode_utf8(part), part))
-            except ValueError:  # in the middle of a letter
+            except ValueError:  # in the middle of a character
                 continue
             part = []
         return units

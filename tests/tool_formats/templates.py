@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates as their models' publishers wrote them, out of source archives on PyPI.
+"""Chat templates as published, from source archives on PyPI.
 
-llama-cpp-python's has those that llama.cpp collects, vLLM's the ones that it recommends beside its
+llama-cpp-python has llama.cpp's collection, vLLM the recommended ones for its
 parsers. None of them is in this repository: most have licenses of their own.
 """
 
@@ -16,10 +16,10 @@ _VLLM = "examples/tool_chat_template_"
 
 
 def template(name: str) -> str:
-    """A template by its name: of llama.cpp's file, or of vLLM's behind "vllm:".
+    """Returns a template by name: llama.cpp's file, or vLLM's after "vllm:".
 
     Raises:
-        archive.UnavailableError: pip does not get the archive.
+        archive.UnavailableError: pip cannot download the archive.
     """
     if name.startswith("vllm:"):
         folder = archive.part("vllm", archive.VERSION, archive.SHA256, (_VLLM,))

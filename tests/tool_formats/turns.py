@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns as a model writes them, cut out of its own chat template, and vLLM's parsers on them."""
+"""Makes model turns from chat templates, and parses them with vLLM's parsers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.parser import ParserManager
 
 from vllm_metal.serving.parsers.choice import Choice
 
-#: Two tools, with the kinds of arguments that vLLM's own tests of its parsers ask for.
+#: Two tools with the kinds of arguments in vLLM's own parser tests.
 TOOLS = [
     {
         "type": "function",
@@ -60,7 +60,7 @@ ANSWER = "It rains; take an umbrella."
 
 @dataclass(frozen=True)
 class Read:
-    """What a turn means, as it was meant or as a parser takes it."""
+    """A turn's meaning, intended or parsed."""
 
     reasoning: str | None
     content: str | None
@@ -69,7 +69,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a model writes in one turn, and what it means."""
+    """A model's output in one turn, and its meaning."""
 
     text: str
     meant: Read
@@ -77,7 +77,7 @@ class Turn:
 
 
 def render(template: str, messages: list[dict[str, Any]], *, prompt: bool, **options: Any) -> str:
-    """What transformers makes of messages, as vLLM has it do for each request."""
+    """Renders messages with transformers as vLLM does for each request."""
     given = {"bos_token": "", "eos_token": "", **options}
     ((text,), _) = render_jinja_template(
         [messages], chat_template=template, add_generation_prompt=prompt, **given
@@ -95,20 +95,20 @@ def turn(
     arguments_as_text: bool = False,
     **options: Any,
 ) -> Turn | None:
-    """What the template writes of an assistant's turn, between the generation prompt and its end.
+    """Returns the template's text of an assistant turn, from the generation prompt to its end.
 
     Args:
-        template: of the family.
-        ends: tokens that end the turn; vLLM stops there, and they are no part of the text.
-        thought: of the turn.
-        content: likewise.
+        template: the family's template.
+        ends: tokens that end the turn; vLLM stops there, and excludes them from the text.
+        thought: the turn's reasoning.
+        content: the turn's text.
         calls: name and arguments of each call.
-        arguments_as_text: hand the template arguments as JSON, not as an object.
-        options: more variables of the template.
+        arguments_as_text: pass the arguments to the template as JSON text.
+        options: more template variables.
 
     Returns:
-        The turn; None where a model cannot write it, as its prompt begins otherwise: with a
-        thought, say, and the turn has none.
+        The turn; None if a model cannot write it because the prompt begins it otherwise,
+        for example with reasoning.
     """
     question = {"role": "user", "content": QUESTION}
     answer: dict[str, Any] = {"role": "assistant", "content": content or ""}
@@ -140,7 +140,7 @@ def turn(
 
 
 def tokenizer(tokens: Sequence[str], template: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes in which each of `tokens` is one token."""
+    """Makes a byte tokenizer in which each of `tokens` is one token."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {letter: place for place, letter in enumerate(sorted(alphabet))}
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -153,10 +153,10 @@ def tokenizer(tokens: Sequence[str], template: str) -> PreTrainedTokenizerFast:
 
 
 class Reader:
-    """vLLM's parsers of one choice, as its chat endpoint makes and calls them."""
+    """vLLM's parsers for one choice, created and called as in its chat endpoint."""
 
     def __init__(self, choice: Choice, tokens: Sequence[str]) -> None:
-        """Takes the choice, and what the family's tokenizer has as one token each."""
+        """Takes the choice, and the family's special tokens."""
         self._tokens = sorted(tokens, key=len, reverse=True)
         self._tokenizer = tokenizer(tokens, choice.files.template)
         self._ids: dict[str, list[int]] = {}
@@ -168,7 +168,7 @@ class Reader:
         )
 
     def units(self, text: str) -> list[tuple[str, list[int]]]:
-        """The text's tokens, with those that make one letter together."""
+        """Returns the text's tokens, grouped by character."""
         special = "|".join(map(re.escape, self._tokens)) or "(?!)"
         parts = re.findall(f"{special}|.", text, re.DOTALL)
         for part in {*parts} - self._ids.keys():
@@ -176,7 +176,7 @@ class Reader:
         return [(part, self._ids[part]) for part in parts]
 
     def whole(self, turn: Turn) -> Read:
-        """What it makes of an answer that is there at once."""
+        """Parses a complete answer."""
         parser, request = self._made()
         ids = [token for _, tokens in self.units(turn.text) for token in tokens]
         reasoning, content, calls = parser.parse(
@@ -185,7 +185,7 @@ class Reader:
         return _read(reasoning, content, [(call.name, call.arguments) for call in calls or ()])
 
     def streamed(self, turn: Turn, cuts: Iterable[int]) -> Read:
-        """What it makes of an answer that comes in parts, cut behind these units."""
+        """Parses an answer streamed in parts, cut after these units."""
         parser, request = self._made()
         units = self.units(turn.text)
         prompt = [token for _, tokens in self.units(turn.prompt) for token in tokens]
@@ -223,7 +223,7 @@ class Reader:
 
 
 def _read(reasoning: str | None, content: str | None, calls: Sequence[tuple[str, str]]) -> Read:
-    """Whitespace around a text is markup of the template's, and not compared."""
+    """Strips surrounding whitespace, which is markup of the template."""
     texts = ((text or "").strip() or None for text in (reasoning, content))
     return Read(*texts, tuple((name, _object(text)) for name, text in calls))
 
@@ -232,4 +232,4 @@ def _object(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        return text  # which no object equals
+        return text  # which equals no object

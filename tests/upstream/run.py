@@ -16,19 +16,19 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def run(files: tuple[str, ...], arguments: list[str] | None = None) -> int:
-    """pytest's exit status for ``files`` of vLLM's ``tests/v1``, in a process of their own.
+    """Runs ``files`` of vLLM's ``tests/v1`` in a separate process; returns pytest's exit status.
 
     Raises:
-        archive.UnavailableError: the tests are not to be had.
+        archive.UnavailableError: the tests cannot be downloaded.
     """
     folder = archive.extracted()
     with tempfile.TemporaryDirectory() as home:
         environment = os.environ | {
             "HF_HOME": home,
             "HF_HUB_OFFLINE": "1",
-            # Many tests fork, and OpenMP's threads do not survive that.
+            # Many tests fork, which OpenMP's threads do not survive.
             "OMP_NUM_THREADS": "1",
-            # This checkout comes before one that is installed.
+            # This checkout takes precedence over an installed one.
             "PYTHONPATH": os.pathsep.join((str(TESTS), str(TESTS.parent))),
             "VLLM_METAL_DEVICE": "cpu",
             "VLLM_NO_USAGE_STATS": "1",
@@ -46,9 +46,9 @@ def run(files: tuple[str, ...], arguments: list[str] | None = None) -> int:
 
 
 def _compile(environment: dict[str, str]) -> None:
-    """Keeps the bytecode that `python -O` has of vLLM.
+    """Compiles vLLM for `python -O`.
 
-    test_kv_cache_utils gives a process of that kind 60 s, and a slow machine compiles for longer.
+    test_kv_cache_utils gives such a process 60 s, and a slow machine takes longer to compile.
     """
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-O", "-c", "import vllm.v1.core.kv_cache_utils"]

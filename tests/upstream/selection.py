@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of vLLM's tests run with this platform, and why the others do not.
+"""Selects vLLM's tests that run with this platform; gives reasons for the others.
 
 Paths are relative to ``tests/v1`` of vLLM's source archive.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-#: Scheduler, block pool and prefix cache: what `make test-more` runs.
+#: Scheduler, block pool and prefix cache: run by `make test-more`.
 QUICK = (
     "core/prefix_cache/test_mamba_eagle_resume_checkpoint.py",
     "core/prefix_cache/test_partial_prefix_cache_hits.py",
@@ -36,7 +36,7 @@ QUICK = (
     "core/test_worker_slot_overflow.py",
 )
 
-#: What `make vllm-tests` runs.
+#: Run by `make vllm-tests`.
 RUN = (
     *QUICK,
     "core/test_reset_prefix_cache_e2e.py",
@@ -143,12 +143,12 @@ RUN = (
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Tests that need something that is not here.
+    """Tests with unmet requirements.
 
     Attributes:
-        reason: what they need.
+        reason: the requirement.
         files: whole files, or folders of them.
-        tests: of files that run: functions or classes, or one of a function's parameter sets.
+        tests: functions, classes or parameter sets in files that run.
     """
 
     reason: str
@@ -489,7 +489,7 @@ LEFT_OUT = (
 
 
 def reason(name: str) -> str | None:
-    """Why a test is left out of a file that runs, if it is; ``name`` as pytest writes it."""
+    """Returns why a test of a running file is left out, or None; ``name`` as printed by pytest."""
     for group in LEFT_OUT:
         if any(_within(name, test, "[", "::") for test in group.tests):
             return group.reason
@@ -497,14 +497,14 @@ def reason(name: str) -> str | None:
 
 
 def reasons(file: str) -> Iterator[str]:
-    """Why a file does not run."""
+    """Yields the reasons why a file does not run."""
     for group in LEFT_OUT:
         if any(_within(file, left_out, "/") for left_out in group.files):
             yield group.reason
 
 
 def unmatched(names: list[str]) -> list[str]:
-    """Tests that are left out and not among the ``names`` of their files' tests."""
+    """Returns left-out tests that are not among the ``names`` of their files' tests."""
     files = {name.split("::")[0] for name in names}
     listed = [test for group in LEFT_OUT for test in group.tests if test.split("::")[0] in files]
     return [test for test in listed if not any(_within(name, test, "[", "::") for name in names)]

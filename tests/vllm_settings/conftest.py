@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of a model that has a configuration, and no weights."""
+"""Provides folders of models with a configuration and no weights."""
 
 import json
 
@@ -17,7 +17,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def reader(tmp_path_factory):
-    """Of a model that reads images."""
+    """A model that reads images."""
     made = tmp_path_factory.mktemp("reader")
     family = FAMILIES["qwen3_vl"]
     config = family.config({token: index for index, token in enumerate(family.special)})
@@ -28,7 +28,7 @@ def reader(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def elsewhere(tmp_path_factory):
-    """Another, which has it in Mistral's format as well."""
+    """Another folder, with the configuration also in Mistral's format."""
     made = tmp_path_factory.mktemp("elsewhere")
     (made / "config.json").write_text(json.dumps(doubles.MODEL))
     params = {"dim": 64, "hidden_dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 4}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each field of `EngineArgs` and `AsyncEngineArgs`."""
+"""The effect of each field of `EngineArgs` and `AsyncEngineArgs`."""
 
 from vllm_settings.row import honored, passed_on, read_by_vllm, refused, union, without_meaning
 
@@ -99,7 +99,7 @@ _HONORED = honored(
     }
 )
 
-#: Where the values arrive that vLLM's server, scheduler, tokenizer and logs read.
+#: Configuration fields read by vLLM's server, scheduler, tokenizer and logging.
 PLACES = {
     "served_model_name": "model_config.served_model_name",
     "tokenizer": "model_config.tokenizer",

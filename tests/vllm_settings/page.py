@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of docs/vllm-settings.md.
+"""Generates the tables of docs/vllm-settings.md.
 
 `python -m vllm_settings.page` from tests/ writes the page.
 """
@@ -43,7 +43,7 @@ _HEADINGS: dict[Kind, str] = {"refused": "Rejected", "without meaning": "No effe
 
 
 def lines() -> Iterator[str]:
-    """Lines of Markdown."""
+    """Yields lines of Markdown."""
     yield from _INTRODUCTION.splitlines()
     for title, table in (TABLES | {"Request bodies": _requests()}).items():
         if title in _REQUEST_TITLES:
@@ -55,7 +55,7 @@ def lines() -> Iterator[str]:
 
 
 def _requests() -> Table:
-    """One table of all request classes; a name is qualified where classes differ about it."""
+    """Merges the tables of all request classes; names are qualified where classes differ."""
     merged: Table = {}
     for kind, table in REQUESTS.items():
         for name, row in table.items():
@@ -82,7 +82,7 @@ def _of_kind(kind: Kind, heading: str, table: Table) -> Iterator[str]:
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     return "\n".join(lines()) + "\n"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each field of the requests that vLLM's OpenAI servers take."""
+"""The effect of each field of the requests to vLLM's OpenAI servers."""
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -7,7 +7,7 @@ from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm_settings.row import Row, Table, honored, read_by_vllm, refused, union, without_meaning
 from vllm_settings.sampling import SAMPLING_PARAMS
 
-#: Fields of another name than that of `SamplingParams` they become.
+#: Fields with other names than the `SamplingParams` fields that they set.
 _BECOMES = {
     "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
@@ -22,7 +22,7 @@ _BECOMES = {
 
 
 def _becoming(names: str) -> Table:
-    """Fields that become one of `SamplingParams`, and share its fate."""
+    """Maps fields that set a `SamplingParams` field to its row."""
     table = {}
     for name in names.split():
         field = _BECOMES.get(name, name)
@@ -74,7 +74,7 @@ _EVERYWHERE = union(
 
 
 def _without(names: str) -> Table:
-    """What all classes have but one that lacks some, or has its own idea of them."""
+    """Returns the fields that all classes share, without some that a class lacks or changes."""
     return {name: row for name, row in _EVERYWHERE.items() if name not in names.split()}
 
 
@@ -153,7 +153,7 @@ RESPONSES = union(
     )
 )
 
-#: The rows of each class.
+#: Rows by class.
 TABLES = {
     ChatCompletionRequest: CHAT,
     CompletionRequest: COMPLETION,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row of the table of docs/vllm-settings.md: what becomes of one setting of vLLM's."""
+"""A row of the table of docs/vllm-settings.md: the effect of one vLLM setting."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ class Row:
     said: str
 
 
-#: By name of the setting, in vLLM's order.
+#: By setting name, in vLLM's order.
 Table = dict[str, Row]
 
 
 def honored(by_test: Mapping[str, str]) -> Table:
-    """Settings by the test that shows that a result changes with them, or a limit holds.
+    """Maps settings to the test that shows their effect on a result or a limit.
 
-    by_test: from "file.py::test_name" below tests/ to the names of settings, with spaces between.
+    by_test: maps "file.py::test_name" below tests/ to space-separated settings.
     """
     return _rows("honored", {f"`{test}`": names for test, names in by_test.items()})
 
 
 def read_by_vllm(by_reader: Mapping[str, str]) -> Table:
-    """Settings by the code of vLLM's that reads them and runs unchanged."""
+    """Maps settings to the vLLM code that reads them and runs unchanged."""
     return _rows("honored", by_reader)
 
 
 def passed_on(by_place: Mapping[str, str]) -> Table:
-    """Settings by the place in vLLM's configuration where such code reads them."""
+    """Maps settings to the field of vLLM's configuration where such code reads them."""
     return {
         name: Row("honored", f"vLLM's own code reads it, as `{place}`")
         for name, place in by_place.items()
@@ -43,12 +43,12 @@ def passed_on(by_place: Mapping[str, str]) -> Table:
 
 
 def without_meaning(by_reason: Mapping[str, str]) -> Table:
-    """Settings by the reason, names with spaces between."""
+    """Maps space-separated settings to a reason."""
     return _rows("without meaning", by_reason)
 
 
 def refused(by_reason: Mapping[str, str]) -> Table:
-    """The same of what an error says."""
+    """Maps rejected settings to the reason in the error."""
     return _rows("refused", by_reason)
 
 
@@ -58,7 +58,7 @@ def _rows(kind: Kind, by_reason: Mapping[str, str]) -> Table:
 
 
 def union(tables: Iterable[Table]) -> Table:
-    """One table of several, in which no setting stands twice."""
+    """Merges tables with disjoint settings."""
     joined: Table = {}
     for table in tables:
         twice = joined.keys() & table.keys()
@@ -68,18 +68,18 @@ def union(tables: Iterable[Table]) -> Table:
 
 
 def differences(table: Table, fields: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Fields of vLLM's that the table lacks, and rows that are no fields."""
+    """Returns vLLM's fields that the table lacks, and rows that are not fields."""
     found = list(fields)
     return [f for f in found if f not in table], sorted(table.keys() - set(found))
 
 
 def of_kind(table: Table, kind: Kind) -> list[str]:
-    """Names of the settings of one kind."""
+    """Returns the names of the settings of one kind."""
     return [name for name, row in table.items() if row.kind == kind]
 
 
 def named_test(row: Row) -> tuple[str, str] | None:
-    """The file and the name of the test that a row names; None if it names none."""
+    """Returns file and name of the test that a row names, or None."""
     if not row.said.startswith("`") or "::" not in row.said:
         return None
     file, _, name = row.said.strip("`").partition("::")

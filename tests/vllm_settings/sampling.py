@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each field of `SamplingParams` and `PoolingParams`."""
+"""The effect of each field of `SamplingParams` and `PoolingParams`."""
 
 from vllm_settings.row import honored, read_by_vllm, refused, union, without_meaning
 

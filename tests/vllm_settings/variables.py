@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each variable of `vllm.envs`."""
+"""The effect of each variable of `vllm.envs`."""
 
 from vllm_settings.row import honored, read_by_vllm, refused, union, without_meaning
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores of both kinds, and a real Redis server."""
+"""Stores of all kinds, and a real Redis server."""
 
 import pytest
 from redis_server import NO_REDIS, REDIS, held_port, redis_server
@@ -20,7 +20,7 @@ def redis_url(tmp_path_factory):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """However long another server's write, or Redis, takes: that is no outage."""
+    """Treats no delay of another server's write or of Redis as an outage."""
     monkeypatch.setattr(sqlite_store, "BUSY_S", 60.0)
     monkeypatch.setattr(redis_store, "WAIT_S", 60.0)
     monkeypatch.setattr(redis_store, "CONNECT_S", 60.0)
@@ -28,7 +28,7 @@ def patient(monkeypatch):
 
 @pytest.fixture(params=["sqlite", "redis"])
 def make(request, tmp_path):
-    """Makes the same store again and again: of most bytes, a time and a clock."""
+    """Opens the same store repeatedly, with maximum bytes, a lifetime and a clock."""
     if request.param == "sqlite":
         return lambda *given: SqliteStore(tmp_path, *given)
     url = request.getfixturevalue("redis_url")
