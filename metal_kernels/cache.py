@@ -40,6 +40,6 @@ if __name__ == "__main__":
     if os.environ.get("VLLM_METAL_CACHE"):
         # The user chose the folder, and may keep files of their own there under these names.
         for folder in there:
-            print(f"left to you, as VLLM_METAL_CACHE names its folder: {folder}", file=sys.stderr)
+            print(f"kept, because VLLM_METAL_CACHE names it: {folder}", file=sys.stderr)
     else:
         print("\n".join(map(str, there)), end="\n" if there else "")

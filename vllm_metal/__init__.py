@@ -51,8 +51,8 @@ def _report_unused_plugin() -> None:
     # Only if the user has not chosen a device and vLLM finds no accelerator of its own.
     if "VLLM_METAL_DEVICE" not in os.environ and is_cpu_only_linux():
         print(
-            "vllm-metal: this is no Mac, so vLLM's own CPU platform serves: set "
-            "VLLM_METAL_DEVICE=cpu to serve with MLX",
+            "vllm-metal: this machine is not a Mac, so vLLM uses its own CPU platform: set "
+            "VLLM_METAL_DEVICE=cpu to use MLX",
             file=sys.stderr,
         )
 

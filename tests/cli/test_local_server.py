@@ -68,7 +68,7 @@ def main():
 @pytest.mark.parametrize(
     ("last", "told"),
     [
-        ("vllm-metal: starts; the log is /a/log\nvllm: error: no weights", "no weights"),
+        ("vllm-metal: starting; the log is /a/log\nvllm: error: no weights", "no weights"),
         ("a fault", "the server ended with status 1; its log ends:\na warning\na fault"),
     ],
 )  # fmt: skip
@@ -109,7 +109,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch, last, told
 def test_a_start_tells_what_is_fetched_and_how_long_that_takes(tmp_path, printed, told):
     output, terminal, seconds = tmp_path / "server.log", io.StringIO(), iter((0.0, 5.0, 9.0, 35.0))
     progress = StartProgress(output, terminal, clock=lambda: next(seconds))
-    output.write_text(f"vllm-metal: starts; the log is /logs/serve-1.log\n{printed}")
+    output.write_text(f"vllm-metal: starting; the log is /logs/serve-1.log\n{printed}")
     progress.show()
     log, line = terminal.getvalue().splitlines()
     assert log == "vllm-metal: the server's log is /logs/serve-1.log"

@@ -32,7 +32,7 @@ def test_a_start_says_where_its_log_is_and_how_to_ask(long_texts, tmp_path, unas
     with serve(long_texts, ["--max-model-len", "512"], log, environment=unasked) as server:
         (file,) = (tmp_path / "cache" / "logs").glob("serve-*.log")
         first, *_, told, curl = lines(log)
-        assert first == f"vllm-metal: starts; the log is {file}"
+        assert first == f"vllm-metal: starting; the log is {file}"
         assert server.url in told and "512 tokens" in told and len(lines(log)) <= 12
         answer = subprocess.run(curl, shell=True, capture_output=True, text=True, check=True)
         assert '"choices":[' in answer.stdout
@@ -56,7 +56,7 @@ def test_a_start_that_fails_ends_with_the_cause(damaged, tmp_path, unasked):
     (file,) = (tmp_path / "cache" / "logs").glob("serve-*.log")
     named, told = lines(log)
     assert told.startswith(ERROR_PREFIX) and "is cut off" in told
-    assert named == f"vllm-metal: starts; the log is {file}"
+    assert named == f"vllm-metal: starting; the log is {file}"
     assert "Traceback" in file.read_text() and "Traceback" not in log.read_text()
 
 

@@ -179,7 +179,7 @@ def test_the_folder_is_made_for_its_owner_alone(config, tmp_path):
     ("extra", "reason"),
     [
         ({"byte": "5GB"}, "no key 'byte' .*mean 'bytes'"),
-        ({"bytes": "much"}, "'bytes' is no size: 'much'"),
+        ({"bytes": "much"}, "'bytes' is not a size: 'much'"),
         ({"daily_writes": 0}, "'daily_writes' must be .*\"unlimited\" lifts the limit"),
         ({"path": 7}, "'path' must be a path, not 7"),
         ({"offload_prompt_only": "no"}, "'offload_prompt_only' must be true or false, not 'no'"),

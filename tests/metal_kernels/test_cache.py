@@ -83,4 +83,4 @@ def test_distclean_leaves_a_folder_of_the_user_s_choice_alone(clone, tmp_path):
     (chosen / "models" / "theirs").mkdir(parents=True)
     said = distclean(clone, VLLM_METAL_CACHE=str(chosen))
     assert (chosen / "models" / "theirs").is_dir() and not (clone / ".venv").exists()
-    assert f"left to you, as VLLM_METAL_CACHE names its folder: {chosen / 'models'}" in said.stderr
+    assert f"kept, because VLLM_METAL_CACHE names it: {chosen / 'models'}" in said.stderr

@@ -78,7 +78,7 @@ def test_each_part_stands_alone(folder):
         ('[response_cache]\nredis = "redis://h:abc"', "redis://127.0.0.1"),
         ('[response_cache]\nredis = "redis://h:99999"', "redis://127.0.0.1"),
         ('[response_cache]\npath = ""', "'path' must be a path"),
-        ('[response_cache]\npath = "a"\nbytes = "many"', "'bytes' is no size"),
+        ('[response_cache]\npath = "a"\nbytes = "many"', "'bytes' is not a size"),
     ],
 )
 def test_mistakes_are_named(folder, text, message):

@@ -69,7 +69,7 @@ def verify(args: argparse.Namespace) -> int:
     print(f"{found.num_good} good, {len(found.bad) + found.num_removed} bad", end="")
     print(f", {found.num_removed} of them removed" if args.remove else "")
     if found.bad and not args.remove:
-        print("A bad block is never served; --remove frees its room now.")
+        print("Bad blocks are never served; --remove deletes them now.")
     return 1 if found.bad else 0
 
 
@@ -108,7 +108,7 @@ def _rows(digits: str, summary: FingerprintSummary) -> Iterator[list[str]]:
 
 
 def _cell(fact: object) -> str:
-    if isinstance(fact, Mapping):  # of several networks; reverse order puts "target" before "draft"
+    if isinstance(fact, Mapping):  # several networks; reverse order puts "target" before "draft"
         return " ".join(map(_cell, dict(sorted(fact.items(), reverse=True)).values()))
     text = str(fact)
     return text[:_SHOWN_DIGITS] if re.fullmatch(r"[0-9a-f]{32,}", text) else text

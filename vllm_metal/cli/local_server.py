@@ -135,7 +135,7 @@ def started(
         environment: variables added to this process's.
         listener: socket that the server will accept on.
         log: file for the server's output.
-        stream: to show progress on; on a terminal, in a line that is overwritten.
+        stream: stream for progress; on a terminal, one line that is overwritten.
 
     Raises:
         ValueError: the server ended before it answered; the message quotes the end of its log.

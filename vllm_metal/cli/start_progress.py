@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-_LOG = re.compile(r"^vllm-metal: starts; the log is (.+)$", re.MULTILINE)
+_LOG = re.compile(r"^vllm-metal: starting; the log is (.+)$", re.MULTILINE)
 #: A tqdm bar in bytes: name, bytes done, total, remaining time.
 _BAR = re.compile(
     r"(?P<name>[^\r\n]*?):? +\d+%\|[^|\r\n]*\| *(?P<done>[\d.]+[kMGT]?B?)/(?P<total>[\d.]+[kMGT]B?)"

@@ -97,7 +97,7 @@ def _remove_blocks(tenants: TenantsConfig, key: Key, prefix_cache: Path | None) 
     namespace = salts.namespace(secret, salts.derive(secret, key.identity))
     if prefix_cache is None:
         print(
-            f"{key.tenant}: where prefix_cache_dir keeps K/V on disk, remove its own by "
+            f"{key.tenant}: if prefix_cache_dir keeps K/V on disk, remove the tenant's by "
             f"`vllm-metal cache rm --namespace {namespace} DIR`"
         )
         return

@@ -69,7 +69,7 @@ class StageTimeout(Exception):
 
 @dataclass(frozen=True)
 class ChildResult:
-    """How a process ended, and what it printed."""
+    """A process's end and its output."""
 
     status: int | None  # exit status; -n: ended by signal n; None: it hung and was killed
     seconds: float
@@ -83,7 +83,7 @@ class ChildResult:
 
     @property
     def exit_reason(self) -> str:
-        """How the process ended, such as ``ended by signal 11 (SIGSEGV) while shutting down``."""
+        """Description of the end, such as ``ended by signal 11 (SIGSEGV) while shutting down``."""
         stage = f" while {self.reported['stage']}" if "stage" in self.reported else ""
         if self.status is None:
             return f"hung{stage} and was ended after {self.seconds:.0f} s"

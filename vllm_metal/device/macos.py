@@ -60,7 +60,7 @@ def slow_prompts(found: tuple[int, ...], chip: str | None, wheel: str | None) ->
 
     Args:
         found: macOS release.
-        chip: as `identity.chip` names it.
+        chip: name by `identity.chip`.
         wheel: tag of the installed mlx-metal.
     """
     generation = re.match(r"Apple M(\d+)", chip or "")

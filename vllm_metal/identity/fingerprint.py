@@ -36,7 +36,7 @@ _LONGEST_VALUE = 40  # characters of a value in a message; longer ones are not s
 class Fingerprint:
     """An engine's facts, and their digest."""
 
-    digest: str  # of the facts without the models' names, 32 hex digits
+    digest: str  # digest of the facts without the models' names, 32 hex digits
     facts: Mapping[str, Any]  # unchanged by a round trip through JSON; stored in manifest.json
 
     @staticmethod
@@ -49,10 +49,10 @@ class Fingerprint:
         """Returns the fingerprint of an engine.
 
         Args:
-            vllm_config: as checked and completed by the platform.
+            vllm_config: configuration, checked and completed by the platform.
             kv_cache_config: groups, layers and specs of the pool.
             weights: digests by network, from `weights_digest.of_networks`.
-            pool: what computes on the K/V ("scatter" or "kernels"); their rounding differs.
+            pool: implementation ("scatter" or "kernels"); their rounding differs.
         """
         model, cache = vllm_config.model_config, vllm_config.cache_config
         facts = {
@@ -105,7 +105,7 @@ class PoolContent:
     """Describes the content of a pool: the size of a page of each group."""
 
     fingerprint: Fingerprint
-    page_bytes: tuple[int, ...]  # of a page, by KV cache group
+    page_bytes: tuple[int, ...]  # bytes of a page, by KV cache group
 
     def size(self, key: bytes) -> int:
         """Returns the bytes of a page; raises IndexError for an unknown group."""

@@ -30,7 +30,7 @@ def unreadable(path: Path, error: OSError) -> ModelLoadError:
     """Makes the error for a file that exists but cannot be read."""
     remedy = "check its owner and its mode"
     if path.is_symlink() and not isinstance(error, PermissionError):
-        remedy = f"it is a link that leads nowhere; {AGAIN}"
+        remedy = f"it is a broken link; {AGAIN}"
     return ModelLoadError(f"{path} cannot be read ({error.strerror}): {remedy}")
 
 

@@ -60,7 +60,7 @@ def _check(model: str) -> None:
             raise ModelLoadError(f"{model} is a file: give the folder that has its config.json")
         return
     if path.is_symlink():
-        raise ModelLoadError(f"{model} is a link that leads nowhere, to {os.readlink(path)}")
+        raise ModelLoadError(f"{model} is a broken link to {os.readlink(path)}")
     if "://" in model:
         _check_address(model)
     elif gguf_names.file_of(model) is not None:
@@ -160,7 +160,7 @@ def unreachable() -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, so that it is not fetched"
+        return "HF_HUB_OFFLINE is set, so it is not downloaded"
     address = urlsplit(constants.ENDPOINT)
     if address.scheme in getproxies():  # the proxy decides; a direct connection proves nothing
         return ""

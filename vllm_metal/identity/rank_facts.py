@@ -32,7 +32,7 @@ def of(vllm_config: VllmConfig) -> dict[str, Any]:
     """Returns, as JSON data, what must be equal on all ranks: releases, model, weights and dtypes.
 
     Args:
-        vllm_config: as checked and completed by the platform; the weights must be on disk.
+        vllm_config: configuration, completed by the platform; the weights must be on disk.
 
     Raises:
         OSError: a weight file cannot be read.

@@ -72,7 +72,7 @@ class BatchWriter:
         self._store = store
         self._block_size = block_size
         self._written: SimpleQueue[tuple[PageBatch, list[int]]] = SimpleQueue()
-        self._memory = np.empty(0, np.uint8)  # of rows; the stores' thread makes it
+        self._memory = np.empty(0, np.uint8)  # rows; allocated by the stores' thread
 
     def submit(self, batch: PageBatch) -> None:
         """Queues a batch for writing, and empties `batch.arrays`, which must have been computed."""

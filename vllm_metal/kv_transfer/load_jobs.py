@@ -52,7 +52,7 @@ class _Staging:
     pages: BlockPages
     max_bytes: int
     free: dict[int, list[np.ndarray]] = field(default_factory=dict)
-    num_bytes: int = 0  # of all rows, used or free
+    num_bytes: int = 0  # bytes of all rows, used or free
 
     def count(self, group: int) -> int:
         """Returns the number of pages in a piece."""

@@ -56,7 +56,7 @@ class SharedPool:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()  # oldest first
         self._leaving: set[bytes] = set()  # wanted and taken
         self._leases: dict[bytes, dict[int, float]] = {}  # expiry by holder
-        self._pinned: frozenset[bytes] = frozenset()  # as last reported to the scheduler
+        self._pinned: frozenset[bytes] = frozenset()  # blocks last reported to the scheduler
 
     # -- for the engine's thread
 

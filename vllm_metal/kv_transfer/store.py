@@ -25,7 +25,7 @@ class Namespace:
     """Separates pages of different tenants, and of different weights."""
 
     name: str | None  # see `salts.namespace`; None: the text must not be stored on disk
-    content: PoolContent  # of the weights loaded when this was made
+    content: PoolContent  # content of the weights loaded when this was made
 
 
 class OfferedPages:

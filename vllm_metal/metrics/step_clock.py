@@ -14,7 +14,7 @@ class StepTimes:
     """Times of one step in seconds, filled in as it proceeds."""
 
     handed_over: float  # time at which its submission to the device began
-    host_seconds: float = 0.0  # of preparation and submission
+    host_seconds: float = 0.0  # time to prepare and submit
     accepted_known: float | None = None  # time at which the host had its tokens
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class StepRows:
     """Numbers of tokens that forward passes computed, by purpose."""
 
-    prefill: int = 0  # of prompts, and of requests recomputed after preemption
+    prefill: int = 0  # prompt tokens, and those recomputed after preemption
     decode: int = 0  # newest output tokens, and drafts to verify
 
     @staticmethod
@@ -62,7 +62,7 @@ class StepMeter:
         self._clock = clock
         self._budget = budget
         self._num_failures = num_failures
-        self._rows = StepRows()  # of steps whose device time is still unknown
+        self._rows = StepRows()  # rows of steps whose device time is still unknown
 
     def measured(
         self, output: AsyncModelRunnerOutput, step: StepTimes, rows: StepRows

@@ -134,7 +134,7 @@ def _check_certificate(args: Namespace) -> None:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"{given}: there is no certificate and its key; give both in PEM format, and the key "
+            f"{given} is not a certificate with its key: give both in PEM format, and the key "
             "without a password"
         ) from error
 
@@ -262,7 +262,7 @@ def _check_import(option: str, name: str) -> None:
     except ImportError:
         found = None
     if found is None:
-        raise ValueError(f"{option}={name} is not there: give MODULE.NAME of a Python module")
+        raise ValueError(f"{option}={name} does not exist: give MODULE.NAME of a Python module")
 
 
 def _check_adapter(name: str, given: str) -> None:

@@ -74,7 +74,7 @@ class Tenants:
         config = config or required()
         self._config, self._model = config, model
         self.app, self.metrics = app, metrics or of_process()
-        self.keys: KeyFile | None = None  # of tenants; None: there are none
+        self.keys: KeyFile | None = None  # keys of tenants; None: no tenants
         self._shared = Shared(app, config, self.metrics, sleep)
         if config.tenants is not None:
             self.keys = KeyFile(config.tenants.keys, clock)

@@ -122,7 +122,7 @@ class Generation:
         """Forwards the request to vLLM.
 
         Args:
-            result: what the response cache did, "miss" or "bypass"; None without a cache.
+            result: result of the response cache, "miss" or "bypass"; None without a cache.
             lead: passes the outcome on to equal requests; None: do not cache the response.
         """
         shared = self._shared

@@ -46,7 +46,7 @@ class Headers:
     has_controls: bool  # a value has control characters, which parsers may interpret differently
     api_key: str | None  # None: no key, several, or not one of ours by its form
     body: Refusal | None  # why the body is not plain JSON; None if it is, by its headers
-    length: int | None  # of the body, in bytes; None: missing or invalid
+    length: int | None  # length of the body in bytes; None: missing or invalid
     fresh: bool  # whether the client rejects cached responses (RFC 9111, 5.2.1)
     forwarded: tuple[tuple[bytes, bytes], ...]  # headers of a tenant that vLLM may see
 

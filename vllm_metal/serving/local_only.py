@@ -18,7 +18,7 @@ from vllm_metal.serving.refusal import Refusal
 
 MIDDLEWARE = "vllm_metal.serving.local_only.LocalOnly"
 _HOSTS = re.compile(rb"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.IGNORECASE)
-_OTHER_HOST = Refusal(403, "This server answers to 127.0.0.1 and localhost alone.")
+_OTHER_HOST = Refusal(403, "This server only answers to 127.0.0.1 and localhost.")
 
 
 class LocalOnly:

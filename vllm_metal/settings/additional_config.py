@@ -87,7 +87,7 @@ def _duration_or_never(value: Any) -> float:
     try:
         return values.duration(value)
     except ValueError as error:
-        raise ValueError(f'{error}; "never" is possible, too') from error
+        raise ValueError(f'{error}; or write "never"') from error
 
 
 _READERS: Mapping[str, values.Reader] = {
@@ -205,5 +205,5 @@ class AdditionalConfig:
         if weights is not None and (pool is None or weights < pool):
             raise ValueError(
                 f"{OPTION} 'idle_sleep_weights' needs 'idle_sleep', and may be no shorter: the KV "
-                "pool is given back first"
+                "pool is freed first"
             )

@@ -13,7 +13,7 @@ RELEASES = ("mlx-vlm 0.7",)
 
 @dataclass(frozen=True)
 class TextModel:
-    """How the text model of one of mlx-vlm's families is built and called."""
+    """Construction and call of a text model in one of mlx-vlm's families."""
 
     #: Folder of mlx_vlm.models.
     folder: str

@@ -110,7 +110,7 @@ def size(value: Any) -> int:
     try:
         return parse_size(value, _DISK, '"50GB", "50GiB" or "500MB"')
     except ValueError as error:
-        raise ValueError(f"is no size: {error}") from error
+        raise ValueError(f"is not a size: {error}") from error
 
 
 def duration(value: Any) -> float:
@@ -120,7 +120,7 @@ def duration(value: Any) -> float:
     try:
         return float(parse_size(value, _TIMES, '"90s", "10m" or "2h"'))
     except ValueError as error:
-        raise ValueError(f"is no time: {error}") from error
+        raise ValueError(f"is not a time: {error}") from error
 
 
 def daily_size(value: Any) -> int | Literal["unlimited"]:

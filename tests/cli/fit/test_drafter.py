@@ -134,7 +134,7 @@ def test_the_command_prints_both_terms_and_how_to_serve_them(folders, capsys):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        (["--num-speculative-tokens", "8"], "drafts 7 at most"),
+        (["--num-speculative-tokens", "8"], "the maximum is 7"),
         (["--tensor-parallel-size", "2"], "several ranks"),
     ],
 )

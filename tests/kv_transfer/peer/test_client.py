@@ -277,7 +277,7 @@ def test_without_a_secret_nothing_but_loopback_is_used(monkeypatch, make_server,
     monkeypatch.setattr(Link, "peer_ip", far_if_server)
     peer = make_peer(server.port, b"")
     assert peer.lookup(()) == set() and peer.engine_id is None
-    assert "on another machine, and that needs a 'secret'" in log.warnings()[0]
+    assert "on another machine, which requires a 'secret'" in log.warnings()[0]
 
 
 def test_another_version_is_refused_by_name(monkeypatch, make_server, make_peer, log, clock):

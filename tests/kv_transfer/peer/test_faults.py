@@ -140,7 +140,7 @@ def test_a_bit_that_flips_on_the_way_is_found(
     assert not pull(peer, pages)
     assert proxy.happened.is_set()
     assert peer.stats().bad_checksums == 1
-    assert "a page came with a wrong checksum" in log.warnings()[0]
+    assert "it sent a page with a wrong checksum" in log.warnings()[0]
     clock.now += 10
     assert peer.lookup(pages) == set(pages) and pull(peer, pages)
 

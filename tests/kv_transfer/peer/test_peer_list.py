@@ -31,7 +31,10 @@ def test_an_address_a_line_with_comments(path):
         (b"a:1\nb:1\n\na:1", "line 4 names a:1 again, after line 1"),
         (b"\xff\xfe", "can't decode"),
         (b"x" * (1 << 17), "has more than 65536 bytes"),
-        ("\n".join(f"a:{n}" for n in range(MAX_PEERS + 1)).encode(), "65 addresses, and 64"),
+        (
+            "\n".join(f"a:{n}" for n in range(MAX_PEERS + 1)).encode(),
+            "65 addresses, but the maximum is 64",
+        ),
     ],
 )
 def test_mistakes_are_named_with_the_file(path, content, reason):

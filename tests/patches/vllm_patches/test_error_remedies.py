@@ -54,5 +54,5 @@ def test_a_model_that_reads_text_alone_says_so(monkeypatch, kind):
         is_multimodal_model=False, served_model_name="small", multimodal_config=None
     )
     asked = SimpleNamespace(model_config=config)
-    with pytest.raises(VLLMValidationError, match=f"^small reads text alone, and no {kind}: leave"):
+    with pytest.raises(VLLMValidationError, match=f"^small reads only text, not {kind}: leave"):
         tracker._validate_add(asked, kind)

@@ -291,7 +291,7 @@ def test_a_log_that_cannot_be_written_goes_to_the_terminal(logs, monkeypatch, ca
     assert [config.pylogging_config_file for config in configured] == [None]
     told = capsys.readouterr().err
     assert told.startswith("vllm-metal: the log goes to the terminal: ")
-    assert told.endswith("name a folder of yours by VLLM_METAL_CACHE\n")
+    assert told.endswith("set VLLM_METAL_CACHE to another folder\n")
 
 
 def test_a_taken_port_is_named_with_who_has_it(monkeypatch):

@@ -64,8 +64,16 @@ def test_a_parser_whose_package_is_not_installed_is_not_chosen(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "template", "said"),
     [
-        ("phi3", "{{ tools }}<|tool|>", "phi4_mini_json, which is for this model and streams no"),
-        ("hunyuan_v1_moe", "<think>", "hunyuan_a13b, which is for this model and ends a stream"),
+        (
+            "phi3",
+            "{{ tools }}<|tool|>",
+            "phi4_mini_json is for this model but is not chosen, because it streams no",
+        ),
+        (
+            "hunyuan_v1_moe",
+            "<think>",
+            "hunyuan_a13b is for this model but is not chosen, because it ends a stream",
+        ),
     ],
 )
 def test_a_parser_that_is_worse_than_none_is_not_chosen_and_named(family, template, said):

@@ -74,11 +74,11 @@ _ADVICE_PYTHON = (
 
 @dataclass(frozen=True)
 class System:
-    """What the system reports about itself."""
+    """The system's description of itself."""
 
     name: str  # sys.platform
     machine: str  # platform.machine()
-    release: tuple[int, ...]  # of macOS, such as (26, 1); elsewhere empty
+    release: tuple[int, ...]  # macOS's version, such as (26, 1); elsewhere empty
     translated: bool  # by Rosetta
     mlx_wheel: str | None  # tag of the installed mlx-metal, such as py3-none-macosx_26_0_arm64
     chip: str | None = None  # such as Apple M5 Max

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from vllm_metal.device.child import ChildResult, Progress, python, run
 from vllm_metal.settings.extras import install_advice, pip_install
 
-EMBEDDED_BYTES = 540 * 10**6  # as float32; a quarter of that on the GPU
+EMBEDDED_BYTES = 540 * 10**6  # float32; a quarter of that on the GPU
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ _ADDRESSES = (
 class Finding:
     """The result of one check, and what to do about it."""
 
-    name: str  # of the check
+    name: str  # the check's name
     status: Status
     seen: str  # one line
     advice: str = ""  # what the user can do

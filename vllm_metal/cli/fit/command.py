@@ -123,7 +123,7 @@ def _largest_known(args: Namespace, machine: Machine, layout: Layout) -> FitResu
             free = (machine.total - machine.in_use) * layout.num_ranks
             if known is not KNOWN[-1] and weights > free:
                 continue  # saves the estimate of a step, which takes seconds
-            print(f"vllm-metal: tries {known.name}", file=sys.stderr, flush=True)
+            print(f"vllm-metal: trying {known.name}", file=sys.stderr, flush=True)
 
             def answer(context: int, known: KnownModel = known, path: Path = path) -> FitResult:
                 asked = Namespace(**(vars(args) | {"model": known.name, "context": context}))

@@ -51,7 +51,7 @@ _LOADED_AS = {dtype: dtype for dtype in (mx.uint32, mx.uint8, mx.int32)} | {mx.i
 class Drafter:
     """A block drafter or an assistant, whose weights are not loaded."""
 
-    method: str  # of --speculative-config
+    method: str  # method in --speculative-config
     weights: int  # bytes, as the engine will hold them
     num_drafts: int
     network: BlockDrafter | None  # built; None: an assistant, which keeps no K/V
@@ -83,7 +83,7 @@ class Drafter:
         shape = BlockConfig.of(content, content, architecture)
         most = block_config.most_drafts(content, kind.method) or block_config.DEFAULT_DRAFTS
         if count is not None and count > most:
-            raise ValueError(f"--num-speculative-tokens {count}: the drafter drafts {most} at most")
+            raise ValueError(f"--num-speculative-tokens {count}: the maximum is {most}")
         computed = mx.float32 if dtype == torch.float32 else mx.bfloat16
         network = BlockDrafter(shape, computed, MLX_DTYPES[dtype])
         network.set_dtype(computed)

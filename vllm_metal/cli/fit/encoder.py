@@ -45,7 +45,7 @@ class EncoderFitResult:
     longest: int  # tokens per text
     rows: int  # tokens per step
     budget: Budget
-    command: str  # that serves it with these settings
+    command: str  # command to serve it with these settings
 
     @property
     def fits(self) -> bool:

@@ -58,13 +58,13 @@ class Model:
     weights: int  # bytes as the engine will hold them, including the vision tower's
     tables: int  # bytes of embedding tables that stay on disk, not among `weights`
     parts: ModelParts
-    layers: Sequence[StatefulLayer]  # of this rank
-    other_ranks_layers: Sequence[StatefulLayer] = ()  # of other ranks
+    layers: Sequence[StatefulLayer]  # this rank's layers
+    other_ranks_layers: Sequence[StatefulLayer] = ()  # layers of other ranks
     stage: Stage | None = None  # None: the rank has all layers
     images: Images | None = None
-    draft_weights: int = 0  # of a drafter, beside those
+    draft_weights: int = 0  # weights of a drafter, in addition
     guests: Sequence[StatefulLayer] = ()  # a drafter's
-    context_layers: Sequence[StatefulLayer] = ()  # as the model's forwards write them
+    context_layers: Sequence[StatefulLayer] = ()  # context writers of a drafter
 
     @staticmethod
     def read(
@@ -146,12 +146,12 @@ class Estimate:
     """The estimate for a model on a machine; sizes in bytes."""
 
     token_bytes: int  # K and V per token, in all layers
-    draft_token_bytes: int  # of them those of a drafter
-    tables: int  # of embedding tables that stay on disk
+    draft_token_bytes: int  # a drafter's part of these
+    tables: int  # embedding tables that stay on disk
     state_bytes: int  # recurrent state per request, independent of its length; 0: none
     block_size: int  # tokens per block
-    needs: Needs  # of the pool
-    measured: Measured  # what the engine would measure
+    needs: Needs  # needs in the pool
+    measured: Measured  # values that the engine would measure
     settings: Settings
     quantized: float | None  # size of a quantized cache relative to this; None: this is quantized
 

@@ -27,7 +27,7 @@ from vllm_metal.patches.mlx_patches.replacing import replaced
 _FAST = ("rms_norm", "layer_norm", "rope", "scaled_dot_product_attention")
 #: Operations that `mx.export_function` does not support.
 _UNKNOWN = ("from_fp8", "to_fp8", "contiguous")
-_COMPILED = type(nn.silu)  # what mx.compile returns
+_COMPILED = type(nn.silu)  # the type of mx.compile's results
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Graph:
 
     operations: tuple[Operation, ...]
     arrays: dict[str, tuple[tuple[int, ...], mx.Dtype]]  # shape and dtype by name
-    inputs: tuple[str, ...]  # of the recorded function, in order
+    inputs: tuple[str, ...]  # names of the recorded function's inputs, in order
     constants: tuple[str, ...]  # arrays that exist already
-    outputs: tuple[str, ...]  # of the recorded function
+    outputs: tuple[str, ...]  # names of its outputs
 
 
 def record(build: Callable[..., Sequence[mx.array]], inputs: Sequence[mx.array]) -> Graph:

@@ -29,10 +29,10 @@ FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocesso
 class Images:
     """The memory that a model needs for images; sizes in bytes."""
 
-    weights: int  # of the tower
+    weights: int  # weights of the vision tower
     rows: int  # tokens of the largest image or video
-    row_bytes: int  # of a token's embeddings
-    patch_bytes: int  # of the tower's work per patch
+    row_bytes: int  # embedding bytes per token
+    patch_bytes: int  # the tower's working memory per patch
     patches: int  # per token
 
     @staticmethod

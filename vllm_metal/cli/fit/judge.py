@@ -40,9 +40,9 @@ _NAMED_CHANGES = 4
 class FitRequest:
     """The model, the options to serve it with, and the machine."""
 
-    args: Namespace  # of `vllm_metal.cli.main`
+    args: Namespace  # arguments of `vllm_metal.cli.main`
     path: Path  # a folder that the model can be built from
-    content: Mapping[str, Any]  # of its config.json
+    content: Mapping[str, Any]  # its config.json
     machine: Machine  # or a rank's share of one
     layout: Layout
     may_draft: bool = True  # whether the model's MTP layer drafts without any flag

@@ -26,9 +26,9 @@ class Machine:
 
     name: str
     kind: envs.Device
-    source: str  # where `total` comes from, in words
+    source: str  # source of `total`, for messages
     total: int  # maximum for the device
-    in_use: int  # of that, by other programs
+    in_use: int  # memory used by other programs
 
     @property
     def cache(self) -> int:

@@ -61,8 +61,8 @@ class FitResult:
     cache_dtype: str  # the requested --kv-cache-dtype
     num_requests: int  # requests at once
     fits: bool  # with the requested settings
-    changes: tuple[str, ...]  # that would make it fit on the rank with the least room
-    commands: tuple[str, ...]  # that serve the model, if it fits
+    changes: tuple[str, ...]  # changes that would make it fit on the rank with the least room
+    commands: tuple[str, ...]  # commands to serve the model, if it fits
 
     @property
     def estimates(self) -> Mapping[str, Estimate]:

@@ -40,7 +40,7 @@ class Plan:
     """The client to start, and its server."""
 
     endpoint: Endpoint
-    command: tuple[str, ...]  # of the server; empty if it is already running
+    command: tuple[str, ...]  # the server's command; empty if it is already running
     notes: tuple[str, ...] = ()  # remarks on the choice
 
 

@@ -60,7 +60,7 @@ _KERNELS = (
     *("kv_write", "kv_gather", "kv_blocks", "decode", "prefill", "reduce", "graph", "gathered"),
     *CHOICES,
 )
-_TRIAL_BLOCKS = 8  # of at least 16 tokens: enough for the largest tile
+_TRIAL_BLOCKS = 8  # blocks of at least 16 tokens: enough for the largest tile
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class AttentionLayer(StatefulLayer):
     value_size: int | None = None  # size of V's heads if it differs from K's
     readers: int = 0  # number of layers without K/V of their own that attend to this layer's
     latent: bool = False  # MLA (arXiv:2405.04434): values are the first elements of keys
-    softcap: float | None = None  # of scores
-    heads: LatentHeads | None = None  # of MLA
+    softcap: float | None = None  # soft cap of scores
+    heads: LatentHeads | None = None  # MLA heads
     rotation: LayerRotation | None = None  # RoPE that the write can apply for the layer
     bidirectional: bool = False  # whether tokens see later ones of their request in the same step
     guest: bool = False  # see StatefulLayer
@@ -333,7 +333,7 @@ class AttentionLayer(StatefulLayer):
             rows = min(bounds.num_tokens, context - self.topk)
             # Without kernels, which `fit` cannot launch; a kernel gathers with fewer copies.
             mx.eval(self._attend_to_chosen(rows, self.topk, dtype, elements, SCATTER))
-            context = self.topk  # of tokens that attend to all
+            context = self.topk  # context of tokens that attend to all positions
         if heads := self._expanded_heads(backend):
             mx.eval(latent_heads.largest_call(heads, context, bounds.num_tokens, dtype))
         if not backend.gathers:

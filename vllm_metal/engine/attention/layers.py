@@ -98,7 +98,7 @@ class _AttentionProbe(AttendingCache):
         self._rotated: OfLayer | None = None
         self._is_keys = False  # keys were rotated; otherwise the second part of the latents
         self._rotates_queries = False
-        self._chosen: _Chosen | None = None  # what an indexer chose here, or for this layer
+        self._chosen: _Chosen | None = None  # an indexer's choice here, or for this layer
         self._is_index = False  # these are an indexer's keys
 
     def __getattr__(self, name: str) -> Any:

@@ -67,7 +67,7 @@ class RecurrentLayer(StatefulLayer):
     """The cache of one recurrent layer: a fixed-size state per request."""
 
     form: StateFormat
-    library_calls: tuple[library_kernels.Call, ...] = ()  # of the whole model
+    library_calls: tuple[library_kernels.Call, ...] = ()  # calls in the whole model
 
     @property
     def kind(self) -> Hashable:

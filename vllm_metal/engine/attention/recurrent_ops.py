@@ -31,7 +31,7 @@ class Convolution:
 
     channels: int
     taps: int
-    dtype: mx.Dtype  # of inputs
+    dtype: mx.Dtype  # dtype of inputs
     weights: mx.Dtype
     bias: mx.Dtype | None
 
@@ -47,7 +47,7 @@ class Recurrence:
     """A recurrence over tokens, with inputs as in `RecurrenceInputs`."""
 
     heads: tuple[int, int, int, int]  # HK, DK, HV, DV
-    dtype: mx.Dtype  # of queries and keys
+    dtype: mx.Dtype  # dtype of queries and keys
     values: mx.Dtype
     decays: int  # axes: 2 for one per head, 3 for one per key; 0: computed from the rates
     delta: bool  # whether the delta rule applies

@@ -54,9 +54,9 @@ class InputBatch(Rows):
     sample_req_indices_np: np.ndarray  # [S] int32, of each row that samples
     # [S] int32, generated before that row, drafts included; an upper bound as positions are.
     num_output_tokens_np: np.ndarray
-    sample_lag: PositionLag | None  # of each of those rows; None: they are exact
-    draft_spans: DraftSpans | None  # of the rows that sample; None: one row each
-    drafts: StepDrafts | None  # of all requests; None: without speculation
+    sample_lag: PositionLag | None  # lag of these rows' positions; None: they are exact
+    draft_spans: DraftSpans | None  # spans of the rows that sample; None: one row each
+    drafts: StepDrafts | None  # drafts of all requests; None: without speculation
 
 
 def prepare(

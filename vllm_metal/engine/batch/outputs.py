@@ -33,7 +33,7 @@ class Unread:
 
     @cached_property
     def lag(self) -> PositionLag | None:
-        """By how many rejected drafts the host's token counts are too high; None if exact."""
+        """Rejected drafts that the host's token counts include; None if they are exact."""
         most_np = np.maximum(self.counts_np - 1, 0)
         return PositionLag(self.num_rejected, most_np) if most_np.any() else None
 

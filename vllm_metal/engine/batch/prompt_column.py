@@ -24,7 +24,7 @@ class PromptColumn(PerRequestState):
     """
 
     def __init__(self, max_num_reqs: int) -> None:
-        self._lengths_np = np.zeros(max_num_reqs, np.int32)  # of prompts, by req_idx
+        self._lengths_np = np.zeros(max_num_reqs, np.int32)  # prompt lengths by req_idx
         self._req_ids = [""] * max_num_reqs
 
     def enter(self, state: RequestState) -> None:

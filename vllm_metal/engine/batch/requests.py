@@ -24,7 +24,7 @@ class RequestState:
     after they were sampled; custom logits processors hold the same list.
     """
 
-    request: NewRequestData  # as the scheduler sent it first, or at this turn of a session
+    request: NewRequestData  # as first sent by the scheduler, or at this turn of a session
     req_idx: int  # row of every per-request table, from 0 to max_num_reqs - 1
     prompt_token_ids: list[int]
     output_token_ids: list[int]
@@ -88,7 +88,7 @@ class Requests:
         self.block_tables = block_tables
         # Tokens the host knows; numpy's zeros cost no memory until they are written.
         self.token_ids_np = np.zeros((max_num_reqs, max_model_len), np.int32)
-        self.num_known_np = np.zeros(max_num_reqs, np.int32)  # how many of those
+        self.num_known_np = np.zeros(max_num_reqs, np.int32)  # how many tokens the host has read
         # Known or still on the device: all that a step sampled, until it is known what is kept.
         self.num_tokens_np = np.zeros(max_num_reqs, np.int32)
         # How many the host knew before it learned the outcome of the newest step.

@@ -30,7 +30,7 @@ _POSITIVE = (
     *("num_attention_heads", "hidden_size", "n_head", "n_embd", "d_model"),
     *("num_hidden_layers", "n_layer"),
 )
-_MAX_FACTOR = 10**6  # of a rope; published models extend their context 64-fold at most
+_MAX_FACTOR = 10**6  # RoPE factor; published models extend their context 64-fold at most
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ GROUPS: Mapping[str, frozenset[str]] = {
         "max_model_len max_position_embeddings max_seq_len max_seq_length max_sequence_length "
         "model_max_length n_positions seq_len seq_length"
     ),
-    "layers that draft, which are read apart": names("num_nextn_predict_layers"),
+    "draft layers, which are loaded separately": names("num_nextn_predict_layers"),
     "widths of the padding of token tables": names("pad_vocab_size_multiple pad_token"),
 }
 GENERAL: frozenset[str] = frozenset().union(*GROUPS.values())

@@ -66,7 +66,7 @@ def as_read(
         module: the module's name.
         args: its `ModelArgs`.
         folder: the model's folder, if it has code of its own, which then is a reference, too.
-        head: how the model's files store the head; None: unknown, so config.json decides.
+        head: storage of the head in the model's files; None: unknown, so config.json decides.
 
     Raises:
         ModelLoadError: the config contradicts itself, has a value that the module does not support,

@@ -23,7 +23,7 @@ class AdapterColumn(PerRequestState):
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
-        self._digests: dict[int, str] = {}  # of requests that named one
+        self._digests: dict[int, str] = {}  # the requests' adapters, by req_idx
 
     def enter(self, state: RequestState) -> None:
         """Loads the adapter if needed; raises what Adapters.load does."""

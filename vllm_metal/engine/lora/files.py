@@ -71,7 +71,7 @@ class AdapterFiles:
 class AdapterContent:
     """An adapter's configuration and weights file, read but not parsed, and their digest."""
 
-    name: str  # of the adapter
+    name: str  # the adapter's name
     file: str  # name of the weights file, one of WEIGHTS
     config: bytes
     weights: bytes

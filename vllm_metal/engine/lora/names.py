@@ -53,7 +53,7 @@ class _MissingKey(Exception):
 class _Weights:
     """The part of a checkpoint's weights that concerns an adapter."""
 
-    names: list[str]  # of updates, by source index
+    names: list[str]  # names of updates, by source index
     shapes: dict[str, tuple[int, ...]]  # by key: those of the updates in their order, then others
     transposed: bool  # whether matrices are [in, out]
 
@@ -79,7 +79,7 @@ class _Weights:
 
 @dataclass(frozen=True)
 class _Origin:
-    """Where each element of a module's weight came from."""
+    """Origin of each element of a module's weight."""
 
     sources: np.ndarray  # [E] int, index of each expert's source weight; or [1]
     rows: np.ndarray  # [out] int
@@ -219,7 +219,7 @@ def _sanitize(model: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.arr
         try:
             with _preserve(model):
                 arrays = model.sanitize(arrays)
-        except KeyError as error:  # of mlx-lm's code, which expects a whole checkpoint
+        except KeyError as error:  # raised by mlx-lm's code, which expects a whole checkpoint
             if not error.args or not isinstance(error.args[0], str) or error.args[0] in given:
                 raise _Unmapped(f"has names that mlx-lm's model cannot rename ({error})") from error
             raise _MissingKey(error.args[0]) from error

@@ -29,7 +29,7 @@ _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 class Update:
     """PEFT's settings for one update."""
 
-    name: str  # of the module, or of the parameter including its module
+    name: str  # name of the module, or of the parameter including its module
     is_parameter: bool
     rank: int
     scale: float

@@ -37,7 +37,7 @@ class Measured:
     """Bytes measured on a device with the networks loaded; a step's peaks are 0 until measured."""
 
     source: str  # describes `total`
-    total: int  # what the device may use at all
+    total: int  # bytes that the device may use in total
     in_use: int  # by other engines of this process and by other programs
     weights: int
     cache: int  # buffers that MLX may keep for reuse
@@ -47,7 +47,7 @@ class Measured:
     forward: int = 0  # peak of a step of max_num_batched_tokens tokens
     attention: int = 0  # additional peak where a long context is gathered
     sampling: int = 0  # peak of sampling one chunk of rows, after the forward pass
-    logits: int = 0  # of all rows, held while sampling
+    logits: int = 0  # logits of all rows, held while sampling
     counts: int = 0  # token counts of all requests, for penalties; held at all times
     transfers: int = 0  # staging of K/V on their way to or from a prefix cache on disk
     images: int = 0  # cached embeddings and the tower's peak
@@ -64,8 +64,8 @@ class StepStates:
     is called per sequence keeps one state per request and one per draft.
     """
 
-    request: int  # of a request without drafts
-    draft: int  # of each draft in addition
+    request: int  # bytes per request without drafts
+    draft: int  # additional bytes per draft
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Settings:
     most: Most | None = None
     asked: AskedPool | None = None
     num_drafts: int = 0  # per request and step, at most
-    request_bytes: int = 1  # of the pool that each request of a step needs for itself, at least
+    request_bytes: int = 1  # minimum pool bytes that each request of a step needs
 
     @property
     def most_bytes(self) -> int | None:

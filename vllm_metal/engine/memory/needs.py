@@ -26,7 +26,7 @@ class Needs:
     block_bytes: int
     blocks: Callable[[int], int]  # maps one request's tokens to its blocks
     requests: int = 1
-    groups: int = 1  # of layers; each has its own blocks
+    groups: int = 1  # groups of layers, each with its own blocks
 
     def __call__(self, tokens: int) -> int:
         blocks = self.requests * self.blocks(tokens) + 1  # vLLM reserves one block (the null block)

@@ -85,7 +85,7 @@ class MemoryPlanner:
     def pool_size(
         self,
         config: VllmConfig,
-        needs: Needs,  # of this process's layers
+        needs: Needs,  # needs of this process's layers
         draft_weights: int,  # bytes of the loaded weights that belong to the draft network
         quantized: float | None,  # relative size of a quantized cache; None: it is one
         calls: LargestCalls,

@@ -175,7 +175,7 @@ class LargestStep:
         begin, num_reqs = 0 if drafts is None else 1, len(counts)
         starts = np.append(0, np.cumsum(counts)).astype(np.int32)
         lengths = begin + np.diff(starts)
-        longest = int(lengths.max()) + (0 if drafts is None else 1 + drafts)  # of the next step
+        longest = int(lengths.max()) + (0 if drafts is None else 1 + drafts)  # in the next step
         width = -(-longest // block_size)
         num_blocks = begin + num_reqs * width
         tables = BlockTables(1, num_reqs, width)
@@ -237,10 +237,10 @@ class LargestCalls:
     """The largest attention and sampling calls of a step, run once to measure their memory."""
 
     attention: Callable[[int], None] | None  # over a context of n tokens; None: nothing to add
-    sampling: Callable[[int], None] | None  # of n rows; None: nothing is sampled
+    sampling: Callable[[int], None] | None  # samples n rows; None: no sampling
     vocab_size: int  # 0: nothing is sampled
     most_sampled: int  # rows of a step
-    logit_bytes: int  # of one logit
+    logit_bytes: int  # bytes per logit
     drafted: tuple[int, int] = (1, 0)  # see `drafted`
     keeps_states: bool = False  # whether any layer is recurrent
 
@@ -286,6 +286,6 @@ class LargestCalls:
 class Peaks:
     """Peak bytes of forward passes."""
 
-    forward: int  # of max_num_batched_tokens prompt tokens
-    requests: int = 0  # of two steps of the requests of `drafted`, without drafts
+    forward: int  # step of max_num_batched_tokens prompt tokens
+    requests: int = 0  # two steps of the requests of `drafted`, without drafts
     drafts: int = 0  # the same with the maximum number of drafts

@@ -32,7 +32,7 @@ class ModelExecutor(PagedLayers):
         graphs: Graphs | None = None,
         variables: Callable[[ForwardInputs], object] = lambda inputs: None,
     ) -> None:
-        """For the arguments, see PagedLayers and CompiledForward; `graphs` None: may compile."""
+        """See PagedLayers and CompiledForward; `graphs` None allows compilation."""
         super().__init__(layers, layer_states, group_of, block_size)
         self.parts = parts
         self.table_rows = TableRows(parts.model)

@@ -25,7 +25,7 @@ logger = init_logger(__name__)
 Arrays = dict[str, mx.array]
 Classes = Callable[[dict[str, Any]], tuple[type, type]]
 _DIGITS = re.compile(r"\d+")
-_PARTS = ("scales", "biases", "global_scale", "output_scale")  # of a packed weight
+_PARTS = ("scales", "biases", "global_scale", "output_scale")  # parts of a packed weight
 _NAMED_KINDS = 4  # most kinds in a message
 
 #: Tensors that compute nothing here, by reason.
@@ -63,9 +63,9 @@ class _Kinds:
         if _POSITIONS.search(name):
             return "numbers of positions"
         if _MTP.search(name) or name.startswith(self.mtp_layers):
-            return "layers that draft, which are read apart"
+            return "draft layers, which are loaded separately"
         if _OTHER_MODALITIES.search(name) or name.startswith(self.tower_tensors):
-            return "images and sound, whose tower is read apart"
+            return "images and sound: the tower is loaded separately"
         if _SCALES.search(name):
             return "scales of activations and of a quantized KV cache"
         if self.tied and is_head(name):

@@ -33,7 +33,7 @@ class MTPFamily:
     """The MTP layers of one model family: their array names and computation."""
 
     title: str  # the models' name, for users
-    model_types: tuple[str, ...]  # of target models, in their config.json
+    model_types: tuple[str, ...]  # model_type of target models, in their config.json
     #: Of a layer's array names; {} is replaced by its index, counted from the target's first layer.
     prefix: str
     #: From the checkpoint's module names, with * for any number, to MTPHead's; None marks copies of
@@ -84,9 +84,9 @@ class MTPFamily:
 
         Args:
             name: the array's name in the checkpoint.
-            num_layers: the target's.
+            num_layers: number of the target's layers.
             is_split: whether the checkpoint is a folder that mlx-vlm has split from another.
-            index: of the MTP layer.
+            index: index of the MTP layer.
         """
         prefix, names = self.prefix.format(num_layers + index), self.names
         if is_split:

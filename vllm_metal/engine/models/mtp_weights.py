@@ -41,12 +41,12 @@ def mtp_weights(
     """Returns a layer's arrays by MTPHead's names, with prefix `block.` for its decoder layer.
 
     Args:
-        config: vLLM's; its speculative_config names the checkpoint.
-        family: the target's.
-        model: the target, mlx-lm's.
-        num_layers: the target's.
-        head: without weights.
-        index: of the MTP layer.
+        config: vLLM's configuration; its speculative_config names the checkpoint.
+        family: the target's MTP family.
+        model: the target in mlx-lm.
+        num_layers: number of the target's layers.
+        head: the MTP head, without weights.
+        index: index of the MTP layer.
 
     Raises:
         loader.ModelLoadError: the checkpoint has no such MTP layer, or is unreadable.

@@ -64,7 +64,7 @@ def refusal(model_type: str) -> str | None:
     if _module(model_type) in STAGED:
         return None
     return (
-        f"model_type {model_type!r} (its layers were not shown to compute the same on several "
+        f"model_type {model_type!r} (its layers are not verified to compute the same on several "
         "ranks)"
     )
 

@@ -51,7 +51,7 @@ class _Entry:
 class _RequestSlice:
     """The rows of one request that the pooler gets in a step."""
 
-    index: int  # of the request in the batch
+    index: int  # the request's index in the batch
     entry: _Entry
     rows: range  # in the batch
     prompt_len: int  # for the pooler, which needs the true length only with all rows

@@ -31,7 +31,7 @@ from vllm_metal.engine.recurrent import long_prompts
 from vllm_metal.engine.recurrent.long_prompts import LongPrompts
 from vllm_metal.engine.recurrent.pending_drafts import NO_ENTRIES, Entries, PendingDrafts, lag_of
 
-_numbers = count()  # of scopes
+_numbers = count()  # numbers scopes
 #: Minimum width of the block table.
 _FEWEST_BLOCKS = 16
 

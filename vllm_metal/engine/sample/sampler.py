@@ -99,7 +99,7 @@ class Sampler:
         vocab_size: int,  # V, the width of the logits
         max_num_reqs: int,  # every req_idx is below it
         logprobs_mode: str = "raw_logprobs",  # vLLM's engine setting
-        seed: int = 0,  # of the generator for requests without a seed
+        seed: int = 0,  # seed of the generator for requests without one
         custom: CustomProcessors | None = None,
     ) -> None:
         modes = get_args(LogprobsMode)

@@ -90,7 +90,7 @@ class Step:
     draft_spans: DraftSpans | None  # None: every row is its own request
     used_np: np.ndarray  # uint32 [N], bits of the parts that each row's request uses
     bit_of: Mapping[RequestParameters, int]  # owned by `RequestBits`
-    lag: PositionLag | None = None  # of each row; None: the host knows all counts
+    lag: PositionLag | None = None  # lag of each row; None: the host knows all counts
 
     @cached_property
     def _used_by_any(self) -> int:

@@ -113,7 +113,7 @@ class DiskEmbedding(nn.Module):
         self,
         path: str,
         stored: Mapping[str, Header],  # by part: weight, and scales and biases if quantized
-        dtype: mx.Dtype,  # of the result
+        dtype: mx.Dtype,  # dtype of the result
         packing: Mapping[str, Any] | None,  # group_size, bits and mode; None: not quantized
         num_tables: int = 1,  # that share the memory for rows used last
     ) -> None:
@@ -203,11 +203,11 @@ def find(
     quantized, is not among them.
 
     Args:
-        model: without weights.
-        headers: of the checkpoint's tensors; empty for other formats than safetensors.
+        model: the model, without weights.
+        headers: the checkpoint's tensors; empty for formats other than safetensors.
         placed_with: maps the checkpoint's tensors to a model's, with some of them replaced.
-        dtype: of activations.
-        rule: decides which do.
+        dtype: dtype of activations.
+        rule: decides which tables stay on disk.
     """
     if not (markers := _markers(headers)):
         return {}

@@ -71,8 +71,8 @@ def headers(folder: Path) -> dict[str, Header]:
     files = weight_files(folder)
     if not files and (others := sorted(folder.glob("*.bin"))):
         raise ModelLoadError(
-            f"{others[0]} is not read, but safetensors files are: choose a checkpoint "
-            "that has them, or a GGUF file"
+            f"{others[0]} is not supported: choose a checkpoint with safetensors files, or a "
+            "GGUF file"
         )
     if not files:
         raise ModelLoadError(

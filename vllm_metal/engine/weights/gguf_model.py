@@ -53,7 +53,7 @@ def folder_of(file: Path, root: Path, inexact: GGUFInexact, tokenizer: bool = Tr
     Args:
         file: the model, or any of its parts.
         root: parent of all such folders.
-        inexact: how to serve matrices of types without an MLX packing.
+        inexact: representation of matrices of types without an MLX packing.
         tokenizer: whether to write the file's tokenizer.
 
     Raises:

@@ -35,9 +35,9 @@ class Checkpoint:
     """A folder's weights as lazy arrays, and the plan to read them."""
 
     folder: Path
-    arrays: dict[str, mx.array]  # as stored, by name; lazy
+    arrays: dict[str, mx.array]  # stored arrays by name; lazy
     plan: Plan
-    headers: Mapping[str, Header] = field(default_factory=dict)  # of safetensors, by name
+    headers: Mapping[str, Header] = field(default_factory=dict)  # safetensors headers by name
 
 
 def opened(folder: Path, config: dict[str, Any]) -> Checkpoint:

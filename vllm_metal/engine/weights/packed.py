@@ -173,11 +173,11 @@ def group_size_of(num_in: int, count: int, stated: int | None = None) -> int:
     if stated is not None and stated > 0:
         if -(-num_in // min(stated, num_in)) != count:
             raise ModelLoadError(
-                f"has {count} scales a row for {num_in} inputs, which is not group_size={stated}"
+                f"has {count} scales per row for {num_in} inputs, which is not group_size={stated}"
             )
         return min(stated, num_in)
     if count < 1 or num_in % count:
-        raise ModelLoadError(f"has {count} scales a row for {num_in} inputs")
+        raise ModelLoadError(f"has {count} scales per row for {num_in} inputs")
     return num_in // count
 
 

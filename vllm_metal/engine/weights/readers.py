@@ -52,7 +52,7 @@ def float8(name: str, tensors: Tensors, quantization: Quantization | None) -> St
     if by_row and (block is None or not _fits(shape, of_scale, block)):
         if args.get("strategy") == "block":
             raise contradiction(name, f"has scales of {list(of_scale)}", "strategy=block")
-        kind = "FP8, a scale a tensor" if _size(of_scale) == 1 else "FP8, a scale a row"
+        kind = "FP8, one scale per tensor" if _size(of_scale) == 1 else "FP8, one scale per row"
         return StoredWeight(
             name, kind, parts, lambda a, t: fp8.of_rows(a["values"], a["scales"], t)
         )
@@ -121,7 +121,7 @@ def float4(name: str, tensors: Tensors, quantization: Quantization | None) -> St
         )
     factor, divisor = f"{stem}_scale_2", f"{stem}_global_scale"
     if (factor in tensors) == (divisor in tensors):
-        raise ModelLoadError(f"{weight} is stored as NVFP4 without a scale of the tensor: {AGAIN}.")
+        raise ModelLoadError(f"{weight} is stored as NVFP4 without a tensor scale: {AGAIN}.")
     if factor in tensors:
         parts["factor"] = factor
     else:
@@ -169,13 +169,13 @@ def packed_integers(
         )  # 0 in placeholders of headers-only checkpoints
         if -(-num_in // per) != words:
             raise ModelLoadError(
-                f"has {words} words a row for {num_in} inputs, which are not of {bits} bits"
+                f"has {words} words per row for {num_in} inputs, which are not of {bits} bits"
             )
         given = (a["values"], a["scales"], a.get("zeros"), a.get("g_idx"))
         return integers.compressed(*given, bits, num_in, dtype, size)
 
     if args.get("strategy") == "channel" and groups != 1:
-        raise contradiction(weight, f"has {groups} scales a row", "strategy=channel")
+        raise contradiction(weight, f"has {groups} scales per row", "strategy=channel")
     return StoredWeight(weight, f"packed integers, {bits} bits", parts, convert)
 
 

@@ -32,7 +32,7 @@ class StoredRows:
     """A stored tensor of which each row is read on its own."""
 
     file: Path
-    offset: int  # of the first row, in the file
+    offset: int  # file offset of the first row
     num_rows: int
     row_bytes: int
 
@@ -49,7 +49,7 @@ class TableReader:
         self._parts = parts
         self._ends = np.cumsum([0, *(part.row_bytes for part in parts)]).tolist()
         self._capacity = min(max(cache_bytes // self._ends[-1], 1), self.num_rows)
-        self._slots: dict[int, int] = {}  # of the cached rows, by id
+        self._slots: dict[int, int] = {}  # slots of cached rows by id
         self._now = 0  # number of uses so far
 
     @property
@@ -88,7 +88,7 @@ class TableReader:
 
         Args:
             ids_np: [T] integers from 0 to num_rows - 1.
-            outs: by part, [T, row_bytes].
+            outs: [T, row_bytes] per part.
 
         Raises:
             TableError: a file cannot be read, or was cut off.

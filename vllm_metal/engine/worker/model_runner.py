@@ -89,14 +89,14 @@ class ModelRunner:
         self.num_waits = 0
         self._pending: list[StepOutput] = []  # with speculation; the newest last, two at most
         self._in_flight: list[mx.array] = []  # its arrays
-        self._joining: list[mx.array] = []  # what else the device computes with the step at hand
+        self._joining: list[mx.array] = []  # computed with the current step
 
     def execute(self, step: Step) -> None:
         """Updates requests and blocks, and builds the forward of the scheduled tokens.
 
         Raises RequestsRefused: some requests could not be added.
         """
-        take_measured()  # of a step that failed, or of none: not this one's
+        take_measured()  # discard those of a failed step, or of none
         self.process_accepted(step.scheduler_output)  # which drafts of earlier steps were kept
         self.finalize_blocks(step.scheduler_output)  # K/V of drafts that blocks must hold
         self.update_states(step, pool_valid=True)  # requests come, go, get on; K/V leave the pool
@@ -255,7 +255,7 @@ class ModelRunner:
             or not self._model.pipelined  # it waits in any case
             or self._model.needs_outcome  # states are put right before they are used
             or scheduler_output.has_structured_output_requests  # masks are made of known drafts
-            or scheduler_output.kv_connector_metadata is not None  # what is stored must be complete
+            or scheduler_output.kv_connector_metadata is not None  # stored blocks must be complete
             or self._speculator.is_copying(scheduler_output.scheduled_spec_decode_tokens)
         )
 

@@ -43,13 +43,13 @@ class Networks:
     target: ModelParts
     layers: list[StatefulLayer]  # its own
     draft: DraftNetwork | None
-    draft_bytes: int  # of its weights
+    draft_bytes: int  # bytes of the draft network's weights
     #: What modules of the target read of requests, see `attention.forward_inputs.of_rows`. They
     #: outlive a runner: a row is of whoever entered it last.
     columns: Sequence[PerRequestState] = ()
     adapters: Adapters | None = None  # None: without --enable-lora
-    encoder: Encoder | None = None  # of images
-    pooler: Pooler | None = None  # of the target's hidden states; None: it samples
+    encoder: Encoder | None = None  # encoder of images
+    pooler: Pooler | None = None  # pools the target's hidden states; None: it samples
     elsewhere: Sequence[StatefulLayer] = ()  # the target's that other ranks have
 
     @staticmethod

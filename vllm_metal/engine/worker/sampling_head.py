@@ -38,7 +38,7 @@ class _Begun:
     batch: InputBatch
     logits: mx.array  # [S, V] of the sampling rows
     prompt_rows: list[_PromptRows]
-    hidden_states: mx.array | None  # of all rows, if prompt logprobs are requested
+    hidden_states: mx.array | None  # states of all rows, if prompt logprobs are requested
 
 
 class SamplingHead(OutputHead):

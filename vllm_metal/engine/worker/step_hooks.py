@@ -110,7 +110,7 @@ class StepHooks:
         lost, `before_pool_goes` is called instead.
 
         Args:
-            num_left: how many of the newest submitted steps may still fail; all before them are
+            num_left: number of newest submitted steps that may still fail; all before them are
                 computed.
         """
 

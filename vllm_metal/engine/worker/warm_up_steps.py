@@ -45,7 +45,7 @@ class Room:
 
     num_groups: int  # KV cache groups
     block_size: int  # tokens of a block
-    num_blocks: int  # of the pool
+    num_blocks: int  # blocks in the pool
     max_model_len: int  # longest request in tokens
 
     @property
@@ -130,7 +130,7 @@ class _Request:
     runner: ModelRunner
     token_ids: list[int]  # known so far
     blocks: tuple[list[int], ...]
-    logprobs: list[float] = field(default_factory=list)  # of all tokens but the first
+    logprobs: list[float] = field(default_factory=list)  # logprobs of all tokens but the first
     num_computed: int = 0
     pooled: np.ndarray | None = None  # its pooler's result
 

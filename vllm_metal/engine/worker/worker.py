@@ -63,7 +63,7 @@ class MetalWorker(WorkerBase):
     _most_failures = MAX_FAILURES_IN_A_ROW
     _awake: KeepAwake | None = None  # None: macOS decides when it sleeps
     _pool_bytes: int | None = None  # known early where drafts may be left out
-    _awake_bytes = 0  # that MLX held when the engine was awake last
+    _awake_bytes = 0  # bytes that MLX held when the engine was last awake
 
     def init_device(self) -> None:
         # A spawned engine tells of itself, and has its links, before its configuration's check.
@@ -174,7 +174,7 @@ class MetalWorker(WorkerBase):
         self.runner = RecoveringRunner(make, self.transfers.hooks, self._most_failures)
         self._wiring.everything(most_arrays)
         self._meter = StepMeter(self._clock, self._memory.limit, lambda: self.runner.num_failures)
-        self._rows = StepRows()  # of the step that was laid out last
+        self._rows = StepRows()  # rows of the step that was laid out last
 
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
         return self.transfers.handshake()

@@ -51,7 +51,7 @@ class DiskConfig(StoreConfig):
     )
 
     directory: Path  # absolute
-    max_bytes: int  # of everything in the folder
+    max_bytes: int  # limit for everything in the folder
     daily_write_bytes: int | None  # per calendar day; None: unlimited
 
     @classmethod

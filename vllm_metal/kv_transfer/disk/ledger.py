@@ -36,7 +36,7 @@ LOCK_TIMEOUT = 10.0
 class Balance:
     """The contents of a ledger."""
 
-    bytes: int  # of all files under the root
+    bytes: int  # total size of files under the root
     day: int  # proleptic ordinal of the local calendar day; 0: none yet
     written: int  # bytes written on that day
 

@@ -22,7 +22,7 @@ DEFAULT_DAILY_WRITE_BYTES = 40 * 10**9
 class Limits:
     """Limits of a cache: its size on disk, and the bytes written per day."""
 
-    max_bytes: int  # of all files under the root, each rounded up to 4096
+    max_bytes: int  # total size of files under the root, each rounded up to 4096
     daily_write_bytes: int | None  # by all engines together, per calendar day; None: unlimited
 
 

@@ -40,7 +40,7 @@ class FingerprintSummary:
 class Summary:
     """Size and fingerprints of a cache."""
 
-    bytes: int  # of all files
+    bytes: int  # total size of files
     fingerprints: Mapping[str, FingerprintSummary]
 
 

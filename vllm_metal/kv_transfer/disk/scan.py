@@ -27,7 +27,7 @@ class FoundBlock:
 class RootFiles:
     """Total bytes of the files below a cache's root folder, and its blocks."""
 
-    bytes: int  # of every file, also of other programs
+    bytes: int  # total size of files, including other programs'
     blocks: list[FoundBlock]
 
 

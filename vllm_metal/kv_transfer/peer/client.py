@@ -90,7 +90,7 @@ class Peer:
         """Connects on first use.
 
         Args:
-            address: of a `PageServer`.
+            address: address of a `PageServer`.
             secret: shared by both sides; b"" for none, which only allows loopback addresses.
             terms: returns this engine's current `Terms`; called from any thread, on every call.
             difference: describes how the peer's facts differ from this engine's.
@@ -248,12 +248,12 @@ class Peer:
             if isinstance(row, NoPage):
                 return False
             if row.size != buffer.nbytes:
-                raise PeerDown(f"a page came with {row.size} bytes, expected {buffer.nbytes}")
+                raise PeerDown(f"it sent a page of {row.size} bytes, expected {buffer.nbytes}")
             hashed = blake3()
             link.receive_row(buffer, wanted, hashed.update)
             if checksum(key, hashed) != row.checksum:
                 self._count(bad_checksums=1)
-                raise PeerDown("a page came with a wrong checksum")
+                raise PeerDown("it sent a page with a wrong checksum")
         return self._terms().identity == own
 
     def _send_message(self, message: Renew | Release) -> None:

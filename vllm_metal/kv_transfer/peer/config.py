@@ -65,7 +65,7 @@ def _addresses(value: Any) -> tuple[Address, ...]:
     if len(set(found)) < len(found):
         raise ValueError("names an address twice")
     if len(found) > MAX_PEERS:
-        raise ValueError(f"names {len(found)} addresses, and {MAX_PEERS} are the most")
+        raise ValueError(f"names {len(found)} addresses, but the maximum is {MAX_PEERS}")
     return tuple(found)
 
 
@@ -94,7 +94,7 @@ class PeerConfig(StoreConfig):
         }
     )
 
-    listen: Address | None  # where peers get pages; None: not served
+    listen: Address | None  # address for peers; None: pages are not served
     peers: tuple[Address, ...]  # sources of pages; those of peers_file when it was read
     peers_file: Path | None  # lists peers, and may change
     pull: str  # one of PULLS

@@ -28,7 +28,7 @@ class Connection:
     """A link after its handshake."""
 
     link: Link
-    own: Terms  # as offered in the handshake
+    own: Terms  # terms offered in the handshake
 
 
 class Connections:
@@ -58,7 +58,7 @@ class Connections:
         self._most = most
         self._changed = threading.Condition()
         self._idle: list[Connection] = []
-        self._sockets: set[socket.socket] = set()  # of all connections, including opening ones
+        self._sockets: set[socket.socket] = set()  # including opening connections
         self._num_open = 0
         self._closed = False
 

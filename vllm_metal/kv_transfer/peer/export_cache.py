@@ -85,7 +85,7 @@ class ExportCache:
         self._leased: dict[bytes, _Entry] = {}
         self._next_end = float("inf")  # no lease expires before
         self._copying: dict[bytes, object] = {}  # pages being put, each with a unique token
-        self._bytes = 0  # of all pages, including those being copied
+        self._bytes = 0  # bytes of all pages, including those being copied
         self._leased_bytes = 0
         self._expected: Counter[bytes] = Counter()
         self._generation = 0

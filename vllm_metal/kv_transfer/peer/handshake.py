@@ -133,7 +133,7 @@ def introduce(link: Link, secret: bytes, session: bytes, terms: Terms) -> Terms:
         ProtocolError, OSError: the connection is unusable.
     """
     if not secret and not is_loopback_ip(link.peer_ip()):
-        raise Refused("it is on another machine, and that needs a 'secret'")
+        raise Refused("it is on another machine, which requires a 'secret'")
     preamble = link.receive_bytes(len(PREAMBLE))
     if not preamble.startswith(MAGIC):
         raise Refused("the server at this address is not a vllm-metal engine")

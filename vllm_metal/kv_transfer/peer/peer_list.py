@@ -40,7 +40,7 @@ def parse_peers(text: str) -> tuple[Address, ...]:
             raise ValueError(f"line {number} names {address} again, after line {found[address]}")
         found[address] = number
     if len(found) > MAX_PEERS:
-        raise ValueError(f"names {len(found)} addresses, and {MAX_PEERS} are the most")
+        raise ValueError(f"names {len(found)} addresses, but the maximum is {MAX_PEERS}")
     return tuple(found)
 
 

@@ -156,7 +156,7 @@ class Pull:
 
     address: Address
     keys: frozenset[bytes]
-    num_bytes: int | None = None  # that the worker loads; None: no active load
+    num_bytes: int | None = None  # bytes that the worker loads; None: no active load
     began_at: float = 0.0
 
 
@@ -165,7 +165,7 @@ class Puller:
 
     def __init__(self, content: PoolContent) -> None:
         self._links: dict[Address, _Link] = {}
-        self._pending_bytes = 0  # of active pulls
+        self._pending_bytes = 0  # bytes of active pulls
         self._last_end = float("-inf")
         self._counts = dict.fromkeys(PullCounts.__annotations__, 0)
         self.use(content)
@@ -205,7 +205,7 @@ class Puller:
         """
         # A step's fixed time cancels out, as a request computes its last token in any case.
         pages: dict[Address, list[bytes]] = {}
-        seconds: dict[Address, float] = {}  # of a pull, after the active ones
+        seconds: dict[Address, float] = {}  # seconds of a pull, after the active ones
         saved: dict[Address, float] = {}
         for address, there in found.items():
             tokens, usable = self._usable(keys, there)

@@ -62,7 +62,7 @@ class PageServer:
     ) -> None:
         """
         Args:
-            address: to listen on; port 0 lets the system choose one.
+            address: address to listen on; port 0 lets the system choose one.
             secret: shared by all peers; b"" for none, which requires a loopback address.
             terms: returns the current terms, from any thread. They only change after the export
                 cache was cleared.

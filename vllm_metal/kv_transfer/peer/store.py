@@ -63,7 +63,7 @@ class PeerStore(Store):
         self._listen = listen
         self._secret = secret
         self.export_cache = ExportCache(outbox_bytes)  # 0 bytes if not served
-        self._content: PoolContent | None = None  # of the export cache's pages
+        self._content: PoolContent | None = None  # content of the export cache's pages
         if shares_pool:
             self.shared_pool = SharedPool(self.export_cache.expect_no_more)
         self._server: PageServer | None = None  # until there is a pool

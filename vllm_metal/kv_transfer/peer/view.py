@@ -43,7 +43,7 @@ class PeerLookup(Lookup):
     ) -> None:
         """
         Args:
-            answers: by peer, best first.
+            answers: peers' answers, best first.
             release_answer: releases a peer's pages without blocking.
             clock: returns seconds.
             seconds: limit of the wait for answers.

@@ -101,7 +101,7 @@ class Link:
             body += memoryview(piece)[: self._receive_some(memoryview(piece))]
             if len(body) < length:
                 if time.monotonic() > deadline:
-                    raise TimeoutError("a message did not come in time")
+                    raise TimeoutError("a message did not arrive in time")
                 if wanted is not None and not wanted():
                     raise Unwanted
         return body

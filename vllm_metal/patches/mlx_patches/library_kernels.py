@@ -34,7 +34,7 @@ RELEASES = ("mlx-lm 0.32",)
 COMMAND = (sys.executable, "-m", "vllm_metal.patches.mlx_patches.library_kernels")
 #: Seconds for one kernel, most of them for importing mlx-lm; only a hang takes longer.
 TIME_LIMIT = 90.0
-_KIND = "library kernel"  # of rows in the record
+_KIND = "library kernel"  # kind of rows in the record
 _SEQUENCES = 2
 #: Tolerance relative to a result's largest element, for float32 sums over a head and the GPU's
 #: fast exponential; added to the rounding of the result's dtype.
@@ -47,7 +47,7 @@ Arguments = tuple[Any, ...]  # arrays, None or JSON values
 class Entry:
     """A kernel of mlx-lm: a replaceable function of its module."""
 
-    module: str  # of mlx_lm.models
+    module: str  # module in mlx_lm.models
     kernel: str  # function that launches it
     counterpart: str | None  # function with the same result in MLX's operations; None: `operations`
     state: int  # index of the state argument; the second result is the new state
@@ -88,7 +88,7 @@ _BY_NAME: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in
 class Call:
     """A kernel, and shapes and dtypes of its arguments for one token of a model."""
 
-    name: str  # of an Entry
+    name: str  # name of an Entry
     #: Shape and dtype of each array argument, else the value.
     arguments: tuple[tuple[tuple[int, ...], str] | Any, ...]
 

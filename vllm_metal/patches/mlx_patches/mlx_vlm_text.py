@@ -28,7 +28,7 @@ from vllm_metal.settings.mlx_vlm_models import RELEASES, TextModel
 _NOT_OF_TEXT = ("audio", "image", "processing", "video", "vision")
 #: Attributes in which a `LanguageModel` keeps positions from one call to the next.
 _POSITION_STATE = ("_position_ids", "_rope_deltas")
-_COORDINATES = 3  # of a position in images and videos: time, height, width
+_COORDINATES = 3  # of positions in images and videos: time, height, width
 
 
 def classes(row: TextModel) -> tuple[type, type]:

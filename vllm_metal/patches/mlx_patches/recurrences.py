@@ -105,7 +105,7 @@ class SequenceCall(ABC):
         """
 
 
-_call: SequenceCall | None = None  # of the running module call
+_call: SequenceCall | None = None  # the running module call
 
 
 @contextmanager

@@ -242,7 +242,7 @@ def module_of(config: Mapping[str, Any], model: type) -> str:
 
 
 def of_mlx_vlm(config: Mapping[str, Any]) -> TextModel | None:
-    """Returns the row of a model that mlx-vlm computes; None: mlx-lm does, or nobody."""
+    """Returns the row of a model for which mlx-vlm is used; None for all others."""
     row = MLX_VLM_MODELS.get(str(config["model_type"]))
     return None if row is None or _is_of_mlx_lm(config) else row
 

@@ -61,7 +61,7 @@ def check_release(package: str, supported: Sequence[str], subject: str) -> None:
     Args:
         package: name of the distribution.
         supported: releases such as "mlx-lm 0.32".
-        subject: what may differ from transformers', for the message.
+        subject: the part that may differ from transformers', for the message.
     """
     release = f"{package} " + ".".join(version(package).split(".")[:2])
     if release not in supported:

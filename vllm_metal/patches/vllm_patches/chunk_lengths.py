@@ -21,8 +21,8 @@ CONTEXT_UNIT = 256  # tokens; shorter contexts all cost about the same
 class StepWork:
     """Numbers of tokens that one step, or several in a row, compute."""
 
-    decode_rows: int = 0  # of requests that decode, drafts included
-    prefill_tokens: int = 0  # of all chunks
+    decode_rows: int = 0  # rows of decoding requests, drafts included
+    prefill_tokens: int = 0  # tokens of all chunks
     context_sum: int = 0  # sum over prefill tokens of the tokens before their chunk
 
     def __add__(self, other: StepWork) -> StepWork:
@@ -55,8 +55,8 @@ class ChunkLengths:
         self._max_step_s = max_step_s
         self._shortest = shortest
         # Steps are sometimes delayed but never hurried: these weights err towards short chunks.
-        self._decode_s = _ByMagnitude(GRADUAL, AT_ONCE)  # of a step, by decode rows
-        self._token_s = _ByMagnitude(AT_ONCE, GRADUAL)  # of a prefill token, by units of context
+        self._decode_s = _ByMagnitude(GRADUAL, AT_ONCE)  # per step, by decode rows
+        self._token_s = _ByMagnitude(AT_ONCE, GRADUAL)  # per prefill token, by context
         self._since_decode_only = self._since_probe = PROBE_INTERVAL
 
     def limit(self, decode_rows: int, context: int) -> int | None:

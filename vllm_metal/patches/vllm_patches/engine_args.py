@@ -16,7 +16,7 @@ from vllm_metal.patches.vllm_patches.replacing import replace
 from vllm_metal.settings import whole_prompts
 from vllm_metal.settings.draft_methods import mark_default
 
-_DRAFTS = "vllm_metal_drafts"  # of EngineArgs: num_speculative_tokens, as vLLM completes it
+_DRAFTS = "vllm_metal_drafts"  # EngineArgs attribute: num_speculative_tokens, as completed
 #: Keys of --speculative-config that --spec-method, --spec-model and --spec-tokens set.
 _FLAGS = ("method", "model", "num_speculative_tokens")
 
@@ -92,7 +92,7 @@ def _checked(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) -> M
 def _fitted(create: Callable[[EngineArgs], ModelConfig], self: EngineArgs) -> ModelConfig:
     config = create(self)
     if self.max_model_len is None:
-        config.original_max_model_len = -1  # what vLLM notes of a -1 that its user gave
+        config.original_max_model_len = -1  # as vLLM records a user's -1
     return config
 
 

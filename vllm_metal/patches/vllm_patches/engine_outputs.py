@@ -48,7 +48,7 @@ def watch(
     """Calls these functions for everything that goes through a client's output processor.
 
     Args:
-        processor: of the client; vLLM calls its methods in the event loop.
+        processor: the client's output processor; vLLM calls its methods in the event loop.
         begin: takes a request's id in the engine (one per choice) and its `cache_salt`.
         take: takes a step's outputs, including those of aborted requests, before vLLM cuts off
             tokens after a stop string.

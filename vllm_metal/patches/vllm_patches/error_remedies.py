@@ -59,6 +59,6 @@ def _explain_media(validate: Callable[..., Any], self: Any, modality: str) -> An
     name = config.served_model_name or config.model
     kind = modality.replace("_embeds", "").replace("_", " ")
     raise VLLMValidationError(
-        f"{name} reads text alone, and no {kind}: leave it out, or serve a model that reads "
+        f"{name} reads only text, not {kind}: leave it out, or serve a model that reads "
         f"{kind} input (docs/images.md)"
     )

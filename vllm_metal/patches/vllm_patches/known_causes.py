@@ -42,7 +42,7 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
         lambda given: f"--log-config-file={given}: there is no such file",
     ),
     (
-        r"[\s\S]*\(os error 28\)",  # of libraries in Rust
+        r"[\s\S]*\(os error 28\)",  # errors of Rust libraries
         lambda: _FULL,
     ),
     (
@@ -73,7 +73,7 @@ _MESSAGES: tuple[tuple[str, Callable[..., str]], ...] = (
         lambda name: f"--attention-backend={name} is not supported: leave it out",
     ),
     (
-        r"Call to \w+ method failed: ([\s\S]*)",  # of the engine, by the server
+        r"Call to \w+ method failed: ([\s\S]*)",  # the server's report of the engine's error
         lambda why: " ".join(why.split()),
     ),
     (
@@ -121,7 +121,7 @@ def _explain_os_error(error: OSError) -> str:
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return (
             f"{file} cannot be written or read ({error.strerror}): set the environment variables "
-            "VLLM_METAL_CACHE, and HF_HOME for models, to folders of yours"
+            "VLLM_METAL_CACHE, and HF_HOME for models, to your own folders"
         )
     return f"{file}: {error.strerror}"
 

@@ -35,8 +35,8 @@ _FETCHES_AT_ONCE = 4
 
 class _Request:
     def __init__(self) -> None:
-        self.pixels = 0  # of all its images so far
-        self.held = 0  # of those that are decoded and not yet garbage
+        self.pixels = 0  # pixels of all its images so far
+        self.held = 0  # pixels of decoded images that are still in memory
         self.open = True  # whether its client still waits for an answer
         self.fetches = asyncio.Semaphore(_FETCHES_AT_ONCE)
 
@@ -53,7 +53,7 @@ class ImageMemory:
         self.per_request = per_request
         self.held = 0  # pixels of images that are decoded and not yet garbage
         self._lock = Lock()
-        self._requests: dict[_Request, None] = {}  # that hold images or wait, oldest first
+        self._requests: dict[_Request, None] = {}  # requests that hold images or wait, oldest first
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     @contextmanager
@@ -88,9 +88,9 @@ class ImageMemory:
             total = request.pixels
         if total > self.per_request:
             raise VLLMValidationError(
-                f"The images of a request may have {self.per_request} pixels together, where each "
-                f"counts as {LEAST_PIXELS} at least; this one's have more (max_body_pixels). Send "
-                "fewer or smaller images."
+                f"The images of the request have more than {self.per_request} pixels in total "
+                f"(max_body_pixels), where each counts as at least {LEAST_PIXELS}. Send fewer or "
+                "smaller images."
             )
         return pixels
 
@@ -299,7 +299,7 @@ def _rejecting() -> Iterator[None]:
         yield
     except (aiohttp.ClientConnectionError, requests.ConnectionError, TimeoutError) as error:
         raise VLLMUnprocessableEntityError("The address of an image cannot be reached.") from error
-    except NotImplementedError as error:  # of a data: URL
+    except NotImplementedError as error:  # a data: URL
         raise VLLMValidationError(str(error)) from error
     except ImportError as error:
         raise VLLMValidationError(

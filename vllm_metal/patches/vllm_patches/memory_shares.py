@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig
 
-_SHARE = "vllm_metal_share"  # of a ParallelConfig, which goes to each worker's process
+_SHARE = "vllm_metal_share"  # attribute of a ParallelConfig, which goes to each worker's process
 
 
 def give(parallel: ParallelConfig, share: Any) -> None:

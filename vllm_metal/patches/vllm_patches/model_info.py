@@ -115,7 +115,7 @@ class TextModel(_BaseRegisteredModel):
     """A registered architecture that mlx-lm's module or a proposer of ours computes."""
 
     architecture: str
-    decoder: str | None = None  # that pools, by the name under which it generates; None: itself
+    decoder: str | None = None  # name of the decoder that pools; None: itself
 
     def inspect_model_cls(self) -> _ModelInfo:
         """The properties of the architecture that `vllm.config.ModelConfig` reads."""
@@ -301,7 +301,7 @@ def _config_class(model_type: str) -> type:
             given = getattr(self, "architectures", None) or ()
             if not any(name in ModelRegistry.models for name in given):
                 self.architectures = [MLX_MODEL]
-            block = (values.get("block_config") or {}).get("attn_config") or {}  # of Jina VLM
+            block = (values.get("block_config") or {}).get("attn_config") or {}  # Jina VLM
             found = {**block, **values}
             for name, others in _OTHER_NAMES.items():
                 if getattr(self, name, None) is None:

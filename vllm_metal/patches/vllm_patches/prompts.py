@@ -32,7 +32,7 @@ class Watcher(Protocol):
         """Takes a prompt on its way to the engine; returns `pending` for `on_first_token`.
 
         Args:
-            tokens: of the prompt. Positions of an image have numbers from IMAGES on, which differ
+            tokens: token ids. Positions of an image have numbers from IMAGES on, which differ
                 between images.
             salt: its `cache_salt`, with the name of its adapter, if any.
             messages: input of the chat template; empty for plain text.

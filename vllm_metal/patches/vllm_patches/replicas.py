@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-_RANK = "vllm_metal_rank"  # of a ParallelConfig, which goes to the engine's process
+_RANK = "vllm_metal_rank"  # attribute of a ParallelConfig, which goes to the engine's process
 #: Key of the configuration fingerprint in an engine's ready message, and attribute of a server's
 #: client with that of its first rank.
 _FINGERPRINT = "vllm_metal_facts"

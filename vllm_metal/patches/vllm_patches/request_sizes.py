@@ -22,8 +22,8 @@ _RULE, _ALTERNATIVE, _NAME, _BYTES = 16, 4, 1, 64
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 #: Fields of requests that hold texts; a request has one, or two with paired texts.
 _TEXTS = (
-    *("prompt", "items"),  # of completions and scores by generation
-    *("input", "data_1", "data_2", "documents", "texts", "images", "inputs"),  # of pooling
+    *("prompt", "items"),  # completions, and scores by generation
+    *("input", "data_1", "data_2", "documents", "texts", "images", "inputs"),  # pooling
 )
 _choices = _grammar = 0
 
@@ -135,7 +135,7 @@ def size_of_grammar(given: object) -> int:
         except (ValueError, RecursionError):
             found = None
         if not isinstance(found, dict | list):
-            rules = given.count("::=") or given.count(":")  # of EBNF or of Lark
+            rules = given.count("::=") or given.count(":")  # EBNF or Lark
             return len(given) // _BYTES + rules * _RULE + given.count("|") * _ALTERNATIVE
         given = found
     size, num_bytes, waiting = 0, 0, [given]

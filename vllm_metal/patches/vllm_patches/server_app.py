@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_metal.patches.vllm_patches.replacing import replace
 
-_LOG = logging.getLogger("uvicorn.error")  # where uvicorn itself logs an application's errors
+_LOG = logging.getLogger("uvicorn.error")  # uvicorn's own logger of application errors
 _WRAPS: list[Callable[[Any, Any], Any]] = []  # for each server that starts, innermost first
 
 

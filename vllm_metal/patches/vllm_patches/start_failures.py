@@ -39,7 +39,7 @@ _CHECKS = (
     *("vllm.reasoning", "vllm.tool_parsers"),
 )
 _READS_CONFIGS = "transformers"  # and raises KeyError for missing keys
-_CLASSES = ("huggingface_hub.", "vllm.exceptions")  # of errors that are always users' mistakes
+_CLASSES = ("huggingface_hub.", "vllm.exceptions")  # errors that are users' mistakes
 _OURS = "vllm_metal"
 #: Beginning of the line that says why a `vllm` command ends.
 ERROR_PREFIX = "vllm: error: "

@@ -55,7 +55,7 @@ def _to_a_file(configure: Callable[[LoggingConfig], None], config: LoggingConfig
         except OSError as error:
             print(
                 f"vllm-metal: the log goes to the terminal: {log_files.folder()} cannot be written "
-                f"({error.strerror}); name a folder of yours by VLLM_METAL_CACHE",
+                f"({error.strerror}); set VLLM_METAL_CACHE to another folder",
                 file=sys.stderr,
             )
     configure(config)
@@ -66,7 +66,7 @@ def _begin() -> Path:
     log = log_files.begin("serve")
     config = log.with_suffix(".json")
     log_files.write(config, json.dumps(_configuration(log)))
-    print(f"vllm-metal: starts; the log is {log}", flush=True)
+    print(f"vllm-metal: starting; the log is {log}", flush=True)
     return config
 
 

@@ -56,7 +56,7 @@ class _StepBudget:
         shortest = max(_SHORTEST, 1 + scheduler.num_spec_tokens)
         self._lengths = ChunkLengths(max_step_ms / 1e3, shortest)
         self._in_flight: deque[_Step] = deque(maxlen=_IN_FLIGHT)
-        self._unseen = StepWork()  # of steps since the last one with a visible end
+        self._unseen = StepWork()  # work of steps since the last one with a visible end
         self._last_end = 0.0  # end of that step, plus the time with nothing in flight since
         self._last_results = 0.0  # when results last arrived
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Metrics by owner and name, in types that every executor pickles and vLLM's server decodes:
 #: {"step": {"host_seconds": 0.1}}.
 Metrics = Mapping[str, Mapping[str, Any]]
-_KEY = "vllm_metal"  # of our metrics among a connector's statistics
+_KEY = "vllm_metal"  # key of our metrics among a connector's statistics
 NOT_A_NUMBER = "the model's logits are not numbers (NaN)"
 
 

@@ -22,8 +22,8 @@ class Choice:
     """The parsers chosen for a model, and the files they were chosen by."""
 
     files: ModelFiles
-    tool: Rule | None  # of the chosen parser, if any
-    reasoning: Rule | None  # of the chosen parser, if any
+    tool: Rule | None  # rule of the chosen parser, if any
+    reasoning: Rule | None  # rule of the chosen parser, if any
     unusable: tuple[Rule, ...] = ()  # rules that match, but whose parsers cannot be used
 
     @property
@@ -98,10 +98,7 @@ def _explain_unusable(flags: str, rule: Rule) -> str:
         return (
             f"{flags} {rule.parser} is for this model and needs a package: {pip_install(package)}"
         )
-    return (
-        f"No parser is chosen in place of {flags} {rule.parser}, which is for this model and "
-        f"{rule.defect}."
-    )
+    return f"{flags} {rule.parser} is for this model but is not chosen, because it {rule.defect}."
 
 
 def _why(rule: Rule, files: ModelFiles) -> str:

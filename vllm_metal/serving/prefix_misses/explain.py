@@ -43,7 +43,7 @@ class Miss:
     lost: int  # additional tokens that would have been found otherwise
     token: int | None = None  # index of the first token that differs
     message: int | None = None  # index of the message with that token; None: none, or unknown
-    role: str | None = None  # of that message
+    role: str | None = None  # role of that message
     before: str = ""  # replaced text; for the prompt's owner only
     now: str = ""  # text in its place
 

@@ -20,7 +20,7 @@ from vllm_metal.patches.mlx_patches.families.norms import TORCH_EPSILON
 from vllm_metal.patches.mlx_patches.replacing import after_init, wrap
 
 _TABLES = ("cos_1d", "sin_1d")
-_PREFIX = "language_model."  # of arrays that mlx-vlm has converted
+_PREFIX = "language_model."  # prefix of arrays that mlx-vlm has converted
 
 
 def language(module: ModuleType) -> None:

@@ -49,7 +49,7 @@ def attend(
 def through(
     layers: Sequence[Any],
     hidden: mx.array,  # [B, L, hidden]
-    cache: Sequence[Any] | None,  # of each layer; None: the rows are whole texts
+    cache: Sequence[Any] | None,  # one per layer; None: the rows are whole texts
     norm: Callable[[mx.array], mx.array],
     window: int | None = None,  # positions that a token sees; None: all before it
     masked: int = 0,  # index of the layer whose cache determines the mask

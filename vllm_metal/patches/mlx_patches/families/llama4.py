@@ -93,7 +93,7 @@ def _arguments(base: Any) -> type:
             elif self.moe_layers is None:
                 self.moe_layers = list(range(step - 1, self.num_hidden_layers, step))
             if self.moe_layers and self.num_experts_per_tok != 1:
-                raise ValueError("num_experts_per_tok of config.json is not 1")
+                raise ValueError("num_experts_per_tok of config.json must be 1")
             in_chunks = self.layer_types is None or "chunked_attention" in self.layer_types
             chunk = self.attention_chunk_size
             if in_chunks and chunk and self.max_position_embeddings > chunk:
