@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers fit the cores and the memory; last lines have verdict, skips and the largest files."""
+"""Workers fit cores and memory; the last lines have verdict, skips and largest files."""
 
 import os
 import re

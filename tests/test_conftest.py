@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs draw the same examples, keep to their own folder, shuffle by a seed, skip whole files."""
+"""Runs are reproducible, use their own folder, shuffle by a seed, skip whole files."""
 
 import importlib.util
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dispatches of a step are counted as MLX would make them, and are as many as the page says."""
+"""Dispatches of a step are counted as MLX makes them, and match the page."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the plugin prints is what this process and its children hold."""
+"""The plugin prints the memory of this process and its children."""
 
 import os
 import re

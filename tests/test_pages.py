@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of the pages run as they are pasted, links lead somewhere, variables are explained."""
+"""Commands of the pages run as printed, links resolve, variables are documented."""
 
 import os
 import re

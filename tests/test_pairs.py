@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cover has every pair or triple, and few combinations; what it leaves out runs later."""
+"""Covers contain every pair or triple in few combinations; the rest runs later."""
 
 from itertools import combinations, product
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the wheel asks for, what the lock files pin and which vLLM is served agree."""
+"""The wheel's requirements, the lock files' pins and the tested vLLM agree."""
 
 import re
 import tomllib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header that makes kernels of MLX's CPU backend quick to compile is the one that g++ takes."""
+"""g++ uses the precompiled header for kernels of MLX's CPU backend."""
 
 import os
 import subprocess

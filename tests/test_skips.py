@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every test that is skipped or expected to fail says why; `-ra` prints it."""
+"""Every skipped or expected failure has a reason, printed by `-ra`."""
 
 import ast
 from collections.abc import Iterator

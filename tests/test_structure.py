@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports follow the order of the folders; files and numbers that pages name exist."""
+"""Imports follow the order of the folders; files and numbers on pages exist."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose time is over skips what it has not begun, fixtures included, and says so."""
+"""A run past its time limit skips the remaining tests and reports them."""
 
 import os
 import subprocess

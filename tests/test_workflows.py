@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GitHub's jobs keep what they found where they fail; a release is tested before it is made."""
+"""GitHub's jobs keep their results on failure; releases are tested first."""
 
 import os
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Live clients, unattended, at a real server that says their scripts.
+"""Runs live clients unattended against a real server that plays their scripts.
 
 `python -m agents.install FOLDER` installs them. Then, best where only loopback can be reached:
 

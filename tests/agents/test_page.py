@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/agents.md is what the kept results say, of the clients that are pinned."""
+"""The table of docs/agents.md matches the recorded results of the pinned clients."""
 
 from agents import page, recordings, results
 from agents.clients import CLIENTS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks/cluster.py reckons of a trace, and what it asks of whom."""
+"""Estimates and requests of benchmarks/cluster.py."""
 
 import json
 from pathlib import Path

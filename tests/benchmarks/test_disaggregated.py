@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The figures of benchmarks/disaggregated.py: which gaps count, and that pulls and sockets move."""
+"""Gaps and transfers measured by benchmarks/disaggregated.py."""
 
 import http.server
 import json

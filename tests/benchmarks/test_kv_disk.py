@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of benchmarks/kv_disk.py that compare, with an engine that is none."""
+"""Comparisons of benchmarks/kv_disk.py, with a fake engine."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What benchmarks/peers.py asks its peers, and what it makes of their answers."""
+"""Requests and results of benchmarks/peers.py."""
 
 import dataclasses
 import itertools

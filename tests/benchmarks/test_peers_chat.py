@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The growing chat of benchmarks/peers.py, with a server that streams as vLLM and mlx-lm do."""
+"""The growing chat of benchmarks/peers.py, with a fake server."""
 
 import http.server
 import json

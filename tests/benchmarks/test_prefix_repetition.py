@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark makes of its runs, and its care for the server."""
+"""Results of the benchmark's runs, and its handling of the server."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of benchmarks/prefix_savings.py, with engines that are none."""
+"""The comparison of benchmarks/prefix_savings.py, with fake engines."""
 
 import itertools
 from types import SimpleNamespace

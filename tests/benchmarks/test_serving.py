@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparisons of benchmarks/serving.py, with clients that are none."""
+"""The comparisons of benchmarks/serving.py, with fake clients."""
 
 import pytest
 from serving import RECIPES_REPEATS, measure_added, measure_hits, measure_repeats

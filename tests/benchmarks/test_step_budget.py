@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comparison of benchmarks/step_budget.py, with an engine that is none."""
+"""The comparison of benchmarks/step_budget.py, with a fake engine."""
 
 from types import SimpleNamespace
 

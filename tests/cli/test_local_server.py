@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of commands: who listens, and how long they live."""
+"""Servers of commands: access and lifetime."""
 
 import io
 import os

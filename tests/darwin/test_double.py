@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The double does what a Mac would, and what the other tests rely on it to notice."""
+"""The macOS test double behaves like a Mac, and detects what other tests rely on."""
 
 import signal
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user of a Mac runs first, under the double: it ends well and says nothing strange."""
+"""A user's first commands on a Mac, under the double, succeed without warnings."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine on a Mac whose memory is other programs', by the figures of the double."""
+"""An engine on a Mac with memory used by other programs, under the double."""
 
 import json
 

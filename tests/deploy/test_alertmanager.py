@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Alertmanager takes the shipped configuration, and tells whom it should."""
+"""Alertmanager accepts the shipped configuration and routes alerts as intended."""
 
 import json
 import queue

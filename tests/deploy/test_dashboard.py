@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The dashboard is one that Grafana reads, and shows every alert's figure."""
+"""Grafana can load the dashboard, which shows every alert's metric."""
 
 import json
 import subprocess

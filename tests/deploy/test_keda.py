@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ScaledObject is one that KEDA takes, and asks for what servers export."""
+"""KEDA accepts the ScaledObject, which queries metrics that servers export."""
 
 import json
 import math

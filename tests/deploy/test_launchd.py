@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The services are ones that launchd reads: property lists of keys from launchd.plist(5)."""
+"""launchd can read the services: property lists with keys from launchd.plist(5)."""
 
 import json
 import plistlib

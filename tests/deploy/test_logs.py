@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs may be renamed under a running server: nothing is lost, and it is told nothing."""
+"""Log files may be renamed under a running server without a signal or losses."""
 
 import json
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nginx with the shipped configuration limits what clients may do, and lets streams through."""
+"""nginx with the shipped configuration limits clients and passes streams on."""
 
 import json
 import socket

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Prometheus on a server: all queries of deploy/ find something, and every alert fires.
+"""Prometheus with a real server: all queries of deploy/ have results, every alert fires.
 
 The server has tenants and a response cache, drafts that are mostly wrong, prompts that are all
 different, and more requests than it can compute in time; somebody has no key, one of its steps

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/several-servers.md says what clients do by themselves, and they do it."""
+"""Clients retry as docs/several-servers.md says."""
 
 import re
 import threading

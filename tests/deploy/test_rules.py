@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prometheus' own tool runs the rules' tests: when each alert fires, and that none does idly."""
+"""promtool's tests of the rules: alerts fire when they should, and only then."""
 
 import re
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fast BLAS behind MLX's CPU backend, and a word where it comes too late."""
+"""A fast BLAS for MLX's CPU backend, and a warning if it is loaded too late."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that die, hang, or leave others behind."""
+"""Child processes that die, hang, or leave others behind."""
 
 import time
 

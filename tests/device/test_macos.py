@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start says of MLX's wheel, on a Mac whose Python is told that macOS 26 is 16."""
+"""Warnings about MLX's wheel at start, also if Python reports macOS 26 as 16."""
 
 import platform
 from types import SimpleNamespace

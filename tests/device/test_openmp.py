@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenMP leaves cores to others in a process that loaded it before any of our code."""
+"""OpenMP leaves cores to others in a process that loaded it before our code."""
 
 import os
 import shutil

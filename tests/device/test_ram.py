@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is to be had of a Mac's memory, from figures that hold together page by page."""
+"""Available memory of a Mac, from consistent page counts."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found on this machine is there for later processes, and for those beside this one."""
+"""Results for this machine are available to later and concurrent processes."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check in a process of its own: what it survives, and what it remembers."""
+"""The self-check in a separate process: survival of crashes, and stored results."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On battery, hot, or busy with something else, a machine is not timed."""
+"""A machine on battery, hot or busy is not timed."""
 
 import ctypes
 import sys

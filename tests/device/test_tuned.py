@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine was tuned to is read once, before MLX, or costs one line and the defaults."""
+"""Tuned settings are read once, before MLX; errors cost a log line and use defaults."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention, soft caps and shared K/V: text under load equals mlx-lm's dense forward."""
+"""Latent attention, soft caps, shared K/V: text under load equals mlx-lm's dense forward."""
 
 import pytest
 from e2e.harness import counters, generate

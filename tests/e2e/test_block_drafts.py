@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fitted block drafter is right, and no longer where anything that it needs is off."""
+"""A fitted block drafter is right, and wrong if any of its inputs is changed."""
 
 from contextlib import contextmanager
 

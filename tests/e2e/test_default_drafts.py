@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model with an MTP layer on this disk drafts without any flag, and only where that is free."""
+"""A model with an MTP layer on this disk drafts by default, only where that is free."""
 
 import json
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine prefills and another decodes: what comes out is what one engine would have made."""
+"""Disaggregated prefill gives the same output as a single engine."""
 
 from dataclasses import replace
 from math import ceil

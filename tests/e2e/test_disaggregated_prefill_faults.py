@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever happens to a peer, a request is answered, by computing; and no block is lost."""
+"""If a peer fails, requests are computed locally, and no block leaks."""
 
 import threading
 from contextlib import ExitStack

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prefix cache on disk: the next engine finds what one has computed, and answers the same.
+"""A disk prefix cache: the next engine finds the stored blocks and answers the same.
 
 `e2e/fuzz` plays plain models, preemption, codes and states there, and `kv_transfer/test_traffic.py`
 finds generated blocks.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are bad, disks that fail: requests compute what they cannot load, and none fails."""
+"""Corrupt files and failing disks: requests recompute missing blocks, and none fails."""
 
 import errno
 import os

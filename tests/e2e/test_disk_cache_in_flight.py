@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What befalls an engine while blocks are on their way between its pool and the disk."""
+"""Events while blocks move between an engine's pool and the disk."""
 
 import threading
 import time

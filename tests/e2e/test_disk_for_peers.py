@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine has on its disk alone, its peers get from there."""
+"""Peers get blocks that an engine only has on its disk."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines whose per-layer embeddings stay on disk say what those say that load them."""
+"""Engines with per-layer embeddings on disk generate the same text."""
 
 import itertools
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Behind a prompt that another engine prefilled, an engine drafts what it drafts alone."""
+"""After a remote prefill, an engine makes the same drafts as alone."""
 
 import numpy as np
 import pytest

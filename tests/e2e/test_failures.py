@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a process dies, is interrupted, or cannot start: quickly, cleanly, and saying why."""
+"""Processes that die, are interrupted, or cannot start end quickly and say why."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that `vllm serve` prints unasked: where it answers, or why it does not."""
+"""The default output of `vllm serve`: its address, or why it does not start."""
 
 import os
 import shutil

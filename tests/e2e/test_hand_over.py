@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host gives the device each step once, and waits for nothing that it has not given it."""
+"""The host submits each step once, and waits for nothing that was not submitted."""
 
 import io
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose layers keep a state: text under load equals mlx-lm's dense forward."""
+"""Models with recurrent layers: text under load equals mlx-lm's dense forward."""
 
 import numpy as np
 import pytest

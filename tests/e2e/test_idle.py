@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that gives its memory back while it is idle, as its clients and its user see it."""
+"""A server that frees its memory while idle, from the view of clients and user."""
 
 import json
 import time

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that reads images, as users ask it; what it must not fetch, open or write down."""
+"""A server that reads images: answers, and what it must not fetch, open or log."""
 
 import base64
 import dataclasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inkling as transformers writes it, alone and with towers: text equals transformers' own."""
+"""Inkling as written by transformers, with and without towers: equal text."""
 
 from dataclasses import dataclass
 from itertools import pairwise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole engine on the Metal kernels, interpreted: a Mac's dispatches, grids and plans."""
+"""The whole engine on the interpreted Metal kernels, with a Mac's dispatches and plans."""
 
 import sys
 from collections import Counter

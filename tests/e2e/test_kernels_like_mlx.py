@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine answers and speculates on the kernels, interpreted, as it does on MLX's operations."""
+"""The engine gives the same results on interpreted kernels as on MLX's operations."""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens at the edges: the model's length, the memory's end, a batch that comes and goes."""
+"""Limits: the model's length, the memory, a changing batch."""
 
 import re
 

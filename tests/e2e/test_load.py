@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real server under clients that misbehave: what is counted, how long it takes, what it keeps."""
+"""A real server with misbehaving clients: metrics, durations and leaks."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in an engine: each row's own, whatever is beside it, and no K/V of another one."""
+"""Adapters in an engine: each row uses its own, and no K/V of another."""
 
 import json
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of experts, of layers with a state, and over quantized weights, beside other models'."""
+"""Adapters of experts, recurrent layers and quantized weights, in mixed batches."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of models that read images: of the text's layers, beside what PEFT's model computes."""
+"""Adapters for the text layers of multimodal models, against PEFT's model."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of every layer that can have one, over each kind of layer, beside the merged model."""
+"""Adapters of every supported layer, against the merged model."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters that mlx-lm's trainer has trained on SmolLM2, as it writes them and in PEFT's form."""
+"""Adapters that mlx-lm's trainer made for SmolLM2, in its own and in PEFT's format."""
 
 import json
 from pathlib import Path

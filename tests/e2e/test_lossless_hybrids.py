@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation leaves the law of sampled text as it is where layers keep states.
+"""Speculation keeps the distribution of sampled text in models with recurrent layers.
 
 As tests/e2e/test_lossless_sampling.py has it. A state that keeps a trace of a rejected draft would
 change the law of every token after it.

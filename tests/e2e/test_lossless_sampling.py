@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation leaves the law of sampled text as it is, seen through the whole engine.
+"""Speculation keeps the distribution of sampled text, through the whole engine.
 
 Continuations of one prompt, their first token from the prefill and the others from drafts that were
 verified, against the exact joint law of these tokens: mlx-lm's dense model, and the transforms

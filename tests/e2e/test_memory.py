@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines take what they were budgeted, steps no second pool, and closed engines nothing."""
+"""Engines stay within their budget, steps copy no pool, closed engines leak nothing."""
 
 import contextlib
 import ctypes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks hold and measure what `vllm-metal fit` says of them, and share the memory of a machine."""
+"""Ranks use the memory that `vllm-metal fit` estimates, and share a machine's memory."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of an engine's steps: as many as there were steps, and no more time than has passed."""
+"""Metrics of an engine's steps: counts match, and times add up."""
 
 import logging
 import re

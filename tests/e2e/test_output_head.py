@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An end of steps that needs nothing more of the scheduler is never asked for samples by vLLM."""
+"""vLLM requests no samples from an output head that does not need them."""
 
 import pytest
 from e2e.harness import Dense, engine, generate, greedy

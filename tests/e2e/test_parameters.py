@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request or an engine is told changes what comes, field by field."""
+"""Each field of a request or engine configuration changes the result."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas whose peers die, hang, lie or trickle: the same tokens, and nobody waits for them."""
+"""Replicas with peers that die, hang, lie or are slow: same tokens, bounded waits."""
 
 import shutil
 import socket

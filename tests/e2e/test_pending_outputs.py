@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation on the kernels, interpreted: steps laid out before the last one's outcome is read."""
+"""Speculation on interpreted kernels, with steps prepared before the last one is read."""
 
 from contextlib import contextmanager
 

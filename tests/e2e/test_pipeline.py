@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on several ranks, by layers: text under load equals mlx-lm's dense forward."""
+"""Pipeline parallel: text under load equals mlx-lm's dense forward."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of every kind of layer on two ranks, by layers: text equals mlx-lm's dense forward."""
+"""Pipeline parallel with every kind of layer: text equals mlx-lm's dense forward."""
 
 import pytest
 from e2e.test_hybrids import NGRAM, check_passes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model by layers, on ranks that Ray starts: the tokens of one process, and what ends it."""
+"""Pipeline parallel on Ray: the tokens of one process, and failures."""
 
 import os
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real servers compute prompts for a third, by the example's proxy: neither has to be there."""
+"""Two optional real servers prefill for a third through the example's proxy."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix caching: how much is hit, by whom, and that a hit changes no token."""
+"""Prefix caching: number of hits, isolation, and unchanged tokens."""
 
 import pytest
 from e2e.harness import counters, engine, generate, greedy

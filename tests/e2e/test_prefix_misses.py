@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a prefix was missed, as a client of the real server reads it: each route, and each shape."""
+"""Reports of prefix misses to clients of a real server, for each route and cause."""
 
 import anthropic
 import httpx

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What processes of an engine import, and that they run on processors without AVX-512."""
+"""Imports of an engine's processes, and CPUs without AVX-512."""
 
 import json
 import os

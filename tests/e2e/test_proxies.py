@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own proxies, unchanged, and the example's, before two servers that hand each other K/V."""
+"""vLLM's unchanged P/D proxies and the example's, in front of two servers."""
 
 import json
 import os

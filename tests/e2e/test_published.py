@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders as transformers writes them: the engine's log-probabilities equal transformers' own.
+"""Folders written by transformers: the engine's log-probabilities equal transformers'.
 
 Each is served in float32, in chunks of a few tokens, with drafts of which most are rejected, with
 blocks for few of the requests that run at once, then again from the prefix cache.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines on weights as published: transformers' model of the values that are stored judges them.
+"""Engines on published quantized weights, against transformers with the stored values.
 
 A format of each kind of packing: scales as bytes, biases, experts, and a GGUF file.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that end or hang: clients hear of it within ten seconds, and nothing is left behind."""
+"""Ranks that end or hang: clients get an error within ten seconds, nothing leaks."""
 
 import os
 import signal

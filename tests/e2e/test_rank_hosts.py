@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two hosts with a rank each: the tokens of one process; an error once the cable is out."""
+"""Two hosts with a rank each: the tokens of one process; an error when unplugged."""
 
 import os
 import re

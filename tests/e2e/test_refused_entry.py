@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that the worker cannot take in ends alone, with the reason; all others go on."""
+"""A request that the worker cannot add fails alone with the reason."""
 
 import pytest
 from e2e.fuzz.models import VOCAB

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallel on two hosts: tokens are those of one process, whatever rank computes them."""
+"""Data parallel on two hosts: tokens equal one process's on any rank."""
 
 import json
 import time

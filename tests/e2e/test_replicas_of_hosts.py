@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallel on two hosts: all ranks sleep at once, and each host may answer its own clients."""
+"""Data parallel on two hosts: all ranks sleep together; hybrid load balancing."""
 
 import json
 import re

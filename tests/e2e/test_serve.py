@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole server, as users run it, through the OpenAI client."""
+"""The whole server through the OpenAI client."""
 
 import json
 import re

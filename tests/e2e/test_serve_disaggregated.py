@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers, real weights, speculation: apart they draft and answer what one server does."""
+"""Disaggregated prefill on real servers with speculation equals a single server."""
 
 import json
 from contextlib import ExitStack

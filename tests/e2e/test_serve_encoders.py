@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An encoder behind `vllm serve`, asked by OpenAI's client."""
+"""An encoder behind `vllm serve`, with OpenAI's client."""
 
 from pathlib import Path
 

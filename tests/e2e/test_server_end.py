@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A service: its engine is killed, it is started again, told to stop, and brought up to date."""
+"""A server as a service: engine killed, restarted, stopped, updated."""
 
 import json
 import plistlib

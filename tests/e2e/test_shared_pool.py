@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine whose pool others may have: what they get of it, and what it costs the engine."""
+"""An engine that shares its pool: what peers get, and the cost."""
 
 import numpy as np
 import pytest

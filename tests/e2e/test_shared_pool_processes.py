@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines in processes of their own, as a server's are: an idle one is woken up for its peers."""
+"""Engines in separate processes: peers wake an idle one."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas behind round robin find almost as much of their prompts as one engine would."""
+"""Replicas behind a round robin find almost as many cached tokens as one engine."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that sleeps gives its memory back, and wakes up as the one it was."""
+"""A sleeping engine frees its memory, and continues unchanged after waking up."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many streaming clients on a pool a quarter of what they need, for minutes. Nightly."""
+"""Many streaming clients on a pool a quarter of the needed size, for minutes; nightly."""
 
 import asyncio
 import os

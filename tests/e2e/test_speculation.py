@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculation changes how many steps a text takes, never the text."""
+"""Speculation changes the number of steps, never the text."""
 
 import pytest
 from e2e.harness import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill beside streams is cut by time: the engine's own steps, on a clock that the test turns."""
+"""Prefill beside streams is bounded by time, on the test's clock."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No step takes more than the engine has set itself as a limit, whatever it serves.
+"""No step exceeds the engine's memory limit.
 
 The devices are small (`e2e.small_device`), and states large against all else.
 """

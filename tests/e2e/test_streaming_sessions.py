@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions of streaming input: every turn is answered as its whole text asked at once would be."""
+"""Streaming input sessions: every turn is answered like its whole text at once."""
 
 import asyncio
 import itertools

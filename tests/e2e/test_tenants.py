@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tenants, kept answers and time limits on a real server."""
+"""Tenants, response cache and time limits on a real server."""
 
 import json
 import os

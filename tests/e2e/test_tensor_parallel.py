@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One model on two ranks, by heads: text under load equals mlx-lm's dense forward."""
+"""Tensor parallel: text under load equals mlx-lm's dense forward."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints as transformers writes them: the engine's text equals transformers' own."""
+"""Checkpoints written by transformers: the engine's text equals transformers'."""
 
 import json
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Before its first request an engine has compiled what decodes it, and nothing is left of how."""
+"""Warm-up compiles everything that decoding needs, and leaves no traces."""
 
 from collections import Counter
 

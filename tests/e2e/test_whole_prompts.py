@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model whose prompts attend as a whole, with drafts and preemptions: transformers' tokens."""
+"""Models with bidirectional prompts, drafts and preemption: transformers' tokens."""
 
 import numpy as np
 import pytest

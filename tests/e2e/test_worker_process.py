@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K/V leave the pool and come back where the worker is a process of its own: vLLM's mp executor."""
+"""K/V transfers with a worker in its own process: vLLM's mp executor."""
 
 import pytest
 from e2e.disk import ask, check_same, disk_engine, disk_hits, pages, random_prompts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the agent's tools do, and what a model is told of them."""
+"""The agent's tools, and their results for the model."""
 
 import inspect
 import json

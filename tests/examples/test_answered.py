@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the example's proxy believes the server that answers to have of a prompt."""
+"""The example proxy's estimate of what the decode server has cached."""
 
 import pytest
 from answered import Answered, prompt_tokens

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of examples/README.md, run as they stand there, with the server that it starts."""
+"""Runs the commands of examples/README.md as printed."""
 
 import os
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of a cluster: what its front does where replicas end, refuse or break off."""
+"""The cluster example's front end, with replicas that end, reject or break off."""
 
 import asyncio
 import json

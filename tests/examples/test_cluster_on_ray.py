@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of a cluster on Ray Serve: servers with tenants, killed and scaled under load."""
+"""The cluster example on Ray Serve: servers with tenants, killed and scaled."""
 
 import os
 import signal

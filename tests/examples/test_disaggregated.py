@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The example of two servers: what its proxy sends to whom, and all of it together."""
+"""The two-server example: its proxy's requests, and all parts together."""
 
 import asyncio
 import json

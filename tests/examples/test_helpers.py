@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which helper the example's proxy has compute a prompt, and whether any, by what it has seen."""
+"""The example proxy's choice of a prefill server."""
 
 import asyncio
 

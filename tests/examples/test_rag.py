@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is retrieved, and where it stands in the prompt."""
+"""Retrieval, and positions of passages in the prompt."""
 
 import math
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Facts are alike in every process, and change with every source of the plugin."""
+"""Facts are equal in every process, and change with every source file."""
 
 import enum
 import shutil

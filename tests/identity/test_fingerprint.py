@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints: of every fact that K/V depend on, and of no other, alike in every process."""
+"""Fingerprints cover exactly the facts that K/V depend on."""
 
 import copy
 import dataclasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people type for a model: served, or answered in one line with what to type instead."""
+"""Model names that users type: accepted, or rejected with a suggestion."""
 
 import socket
 

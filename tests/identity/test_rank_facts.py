@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of one server must compute the same: what they tell says where they do not."""
+"""Ranks' facts show differences that would change tokens."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of weights: of every byte, of names, and without reading a file twice."""
+"""Digests of weights cover every byte and name, and read files once."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of the cache on disk: both ways end as one, and mistakes are named."""
+"""Settings of the disk cache: both forms are equivalent, and errors are named."""
 
 import copy
 import json

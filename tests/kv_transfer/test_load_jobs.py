@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages enter the pool within bounds; a load that failed or ended writes nothing any more."""
+"""Loads into the pool stay within limits, and write nothing after they end."""
 
 import time
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler is told of the disk: whose pages are found, and which are worth writing."""
+"""The scheduler's view of the disk: found pages, and pages worth writing."""
 
 import os
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that are kept for other engines: in vLLM's own pool of blocks, beside its requests'."""
+"""Blocks pinned for other engines in vLLM's block pool."""
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool

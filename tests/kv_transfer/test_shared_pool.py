@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others may have of the pool, step by step; and what the scheduler keeps for them."""
+"""Pages of the pool that peers may get, and blocks kept for them."""
 
 import pickle
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks leave the pool in batches, within bounds, and whatever the disk does no step waits."""
+"""Blocks are stored in batches within limits, and no step waits for the disk."""
 
 import time
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels with one planted fault each, and their sound counterparts, under several schedules."""
+"""Kernels with one planted fault each, and correct ones, under several schedules."""
 
 import mlx.core as mx
 import numpy as np

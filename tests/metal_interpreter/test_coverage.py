@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Executed lines of small kernels, marked by hand."""
+"""Executed lines of small kernels, against manual marks."""
 
 import re
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every line of every .metal file is executed by what the operations can be asked for."""
+"""Operations can execute every line of every .metal file."""
 
 from dataclasses import replace
 from pathlib import Path

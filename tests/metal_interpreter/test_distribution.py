@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interpreter is a distribution of its own: what users install has no file of it."""
+"""The interpreter is a separate distribution, absent from users' installs."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of .metal files' text."""
+"""Lint rules for .metal files."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The proxy reads of small kernels what their text says."""
+"""The proxy's results for small kernels."""
 
 from __future__ import annotations
 

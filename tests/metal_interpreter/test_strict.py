@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Address spaces of our kernels, and mistakes planted in them."""
+"""Address spaces in our kernels, and planted errors."""
 
 import itertools
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finding the compiler, and keeping what it made."""
+"""Finding the compiler, and caching its results."""
 
 import importlib.util
 import struct

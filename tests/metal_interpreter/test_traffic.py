@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The counters of check mode against counts by hand. A line is 128 bytes: 32 floats."""
+"""Counters of check mode, against manual counts. A line is 128 bytes: 32 floats."""
 
 import mlx.core as mx
 import pytest

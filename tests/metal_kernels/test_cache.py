@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One folder for all that is kept, and its removal."""
+"""The cache folder and its removal."""
 
 import ast
 import os

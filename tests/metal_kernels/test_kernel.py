@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels without the interpreter, which users' installs do not have."""
+"""Kernels without the interpreter, which users' installs lack."""
 
 import importlib
 import pkgutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults planted in the kernels' sources: each is caught, by the check meant to catch it.
+"""Faults planted in the kernels' sources are caught by the intended check.
 
 A probe is one call of an operation on a small batch, interpreted in check mode, whose result is
 compared with a formula. Sources as they are pass every probe.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much work lies between the ends of command buffers, by a count of what is queued."""
+"""The work between ends of command buffers, counted in the queue."""
 
 import mlx.core as mx
 import numpy as np

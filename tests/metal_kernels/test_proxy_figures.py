@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command that prints one kernel's figures takes its arguments, another text, and says no."""
+"""The command that prints one kernel's costs: arguments, other sources, errors."""
 
 import re
 from pathlib import Path

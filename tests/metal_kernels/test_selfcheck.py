@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The self-check passes kernels that are right, and names the one that is not."""
+"""The self-check passes correct kernels, and names a wrong one."""
 
 import io
 import json

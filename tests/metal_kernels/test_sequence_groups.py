@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of steps of one shape differ in arrays alone, and name the block of each end state."""
+"""Plans of equally shaped steps differ only in arrays, and name end states' blocks."""
 
 import numpy as np
 

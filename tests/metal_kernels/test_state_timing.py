@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts through states: both ways do the same, and are timed in turn where both work."""
+"""Both ways for prompts through states compute the same, and are timed in turn."""
 
 from dataclasses import replace
 

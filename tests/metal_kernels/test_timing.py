@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way is faster: timed in turn, by the median, and left to the kernels in a tie."""
+"""Backend choice by alternate timings: the median, and our kernels in a tie."""
 
 import re
 

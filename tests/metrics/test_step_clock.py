@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of steps by a clock that the test moves."""
+"""Times of steps on the test's clock."""
 
 import pytest
 

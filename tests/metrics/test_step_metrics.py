@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics travel from a worker's process to the scheduler's and the server's as vLLM sends them."""
+"""Transport of metrics from worker to scheduler and server."""
 
 import pickle
 from dataclasses import asdict

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hosts and the relay that tests of several machines stand on."""
+"""The hosts and the relay for tests of several machines."""
 
 import socket
 import subprocess

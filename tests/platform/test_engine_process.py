@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration in an engine's own process, which vLLM completes a second time."""
+"""Configuration in an engine's own process, which vLLM completes again."""
 
 import dataclasses
 import json

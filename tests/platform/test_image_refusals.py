@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two lists of models whose images are served agree: by architecture and by model type."""
+"""The two lists of models with images agree: by architecture and by model type."""
 
 import transformers
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the platform tells vLLM, and what it settles of the configuration."""
+"""The platform's answers to vLLM, and its configuration changes."""
 
 import json
 import os

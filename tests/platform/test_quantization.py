@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM takes every published format in every dtype, and leaves MLX's own folders as they are."""
+"""vLLM accepts every published format in every dtype, and keeps MLX's own folders."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several ranks of one model do not do is refused by name, however the model is divided."""
+"""Settings that are not supported with several ranks are rejected."""
 
 import pytest
 from engine.models import published

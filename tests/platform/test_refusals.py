@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the platform refuses, by name and before a model loads."""
+"""Settings that the platform rejects before a model loads."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallel: each rank is a whole engine, of any model, and has its part of the machine."""
+"""Data parallel: each rank is a whole engine with its share of the machine."""
 
 import json
 import multiprocessing

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `vllm serve` ends with, for each mistake in its arguments and in its model's folder."""
+"""Errors of `vllm serve` for mistakes in its arguments and its model's folder."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transformers says of a script checkpoint what the script says."""
+"""A script checkpoint generates its script in transformers."""
 
 import pytest
 

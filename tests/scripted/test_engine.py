@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine says a script too: in chunks, behind cached prefixes, and many at once."""
+"""The engine generates scripts in chunks, after cached prefixes, and concurrently."""
 
 import pytest
 from e2e.harness import counters, engine

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own parsers read what a script checkpoint says."""
+"""vLLM's own parsers read a script checkpoint's output."""
 
 import json
 

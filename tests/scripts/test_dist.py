@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `make dist` leaves: a wheel that works without a clone, and all that install.sh takes."""
+"""Results of `make dist`: a wheel that works without a clone, and install.sh's files."""
 
 import hashlib
 import os

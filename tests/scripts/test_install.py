@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/install.sh: first install, update, failures, the way back, removal.
+"""scripts/install.sh: first install, update, failures, rollback, removal.
 
 It runs on doubles of a Mac and of a Linux machine: the PATH holds nothing but doubles and the plain
 tools it needs, HOME is empty, and releases hold the real scripts and lock files. Each double notes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tag that is no release of the sources says why; the notes are the changelog's."""
+"""Errors of invalid release tags, and notes from the changelog."""
 
 import importlib.util
 import shutil

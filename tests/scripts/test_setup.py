@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which interpreter set-up takes, what it installs with what, and what it says where it cannot.
+"""scripts/setup.sh: choice of the interpreter, installation, and errors.
 
 scripts/setup.sh runs in a folder of doubles: the PATH holds nothing but them and the plain tools
 it needs. Each double notes its call; a Python's double also answers whether it suits.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel that scripts/vllm_wheel.py makes of a source distribution, and the installed one.
+"""The wheel made by scripts/vllm_wheel.py, and the installed one.
 
 A folder stands for the package index. Nothing is built: the source's build ends with an error.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages reach the client in order, and whoever sends them waits for no more than is said."""
+"""Messages reach the client in order, and senders wait a bounded time."""
 
 import asyncio
 

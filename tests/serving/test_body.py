@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a body may be, and what clients send that must not be refused."""
+"""Limits of bodies, and client bodies that must be accepted."""
 
 import asyncio
 import json

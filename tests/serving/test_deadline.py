@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server's time limit, with a clock that the tests turn."""
+"""The server's time limit, on the test's clock."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every request that generates is in the histogram of durations once, by how it ended."""
+"""The duration histogram has every generating request once, by outcome."""
 
 import asyncio
 from types import SimpleNamespace

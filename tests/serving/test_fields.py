@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of a body mean here what they mean to vLLM."""
+"""Fields of a body have the same meaning here as in vLLM."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tenants before a double of vLLM: who may ask, and what vLLM gets to see."""
+"""Tenants in front of a fake vLLM: access, and the requests that vLLM receives."""
 
 import asyncio
 import json

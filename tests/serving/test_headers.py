@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read in a request's headers; what becomes of it is in test_gate."""
+"""Parsing of request headers; test_gate has their effects."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bounds a server has: with tenants, with other settings, and with none."""
+"""Limits of a server with tenants, other settings, and none."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The server of a command answers nobody but its client."""
+"""A command's server only answers its own client."""
 
 import asyncio
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tenants may not say of images; what has no images is never looked at twice."""
+"""Image fields that tenants may not set; other bodies are not parsed twice."""
 
 import asyncio
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every token that the engine puts out is counted for the tenant whose request it is of."""
+"""Every output token is counted for its request's tenant."""
 
 import asyncio
 import random

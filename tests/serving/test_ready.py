@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server says once it answers, by how it was started."""
+"""A server's lines once it is ready, by its options."""
 
 import json
 import shlex

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused before a model is loaded, and requests that come past the middleware."""
+"""Errors before a model is loaded, and requests that bypass the middleware."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""--additional-config: every key has a reader, and mistakes are named before a model is loaded."""
+"""--additional-config: every key has a reader, and errors come before loading."""
 
 from pathlib import Path
 from types import SimpleNamespace

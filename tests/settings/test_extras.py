@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice on installing names packages that are what they seem."""
+"""Installation advice names genuine packages."""
 
 import re
 import shlex

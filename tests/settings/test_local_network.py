@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice about macOS' local network privacy: there, for that error, and wherever it is wrapped."""
+"""Advice about macOS's local network privacy, for that error only."""
 
 import errno
 import os

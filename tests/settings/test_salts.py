@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Salts: only what was derived with the server's key is kept, a folder for each tenant."""
+"""Only blocks with salts derived from the server's key are stored, per tenant."""
 
 import hashlib
 import random

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secrets in files: which are taken, and what is said of the others."""
+"""Accepted secret files, and errors of others."""
 
 from concurrent.futures import ThreadPoolExecutor
 

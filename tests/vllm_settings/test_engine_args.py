@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option of the engine does what it says, has no meaning here, or is refused by name."""
+"""Every engine option has its effect, has no meaning here, or is rejected."""
 
 import json
 from dataclasses import fields

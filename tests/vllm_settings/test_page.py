@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/vllm-settings.md says what the tables say, and the tests that they name exist."""
+"""docs/vllm-settings.md matches the tables, and the tests that they name exist."""
 
 import ast
 from functools import cache

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of a server's requests becomes a parameter, is vLLM's own matter, or is refused."""
+"""Every request field becomes a parameter, is handled by vLLM, or is rejected."""
 
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every field of a request's parameters changes the answer, or is refused by name."""
+"""Every sampling parameter changes the answer, or is rejected."""
 
 import pytest
 from vllm import PoolingParams, SamplingParams

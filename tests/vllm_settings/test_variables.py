@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every variable of vLLM's environment is heeded, has no meaning here, or is refused by name."""
+"""Every vLLM environment variable is honored, has no meaning here, or is rejected."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that the page may make, and events that its answers become."""
+"""Requests of the chat page, and the events of an answer."""
 
 import pytest
 

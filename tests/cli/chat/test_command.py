@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal chat`'s options, and what it says before a model is loaded."""
+"""Options of `vllm-metal chat`, and checks before a model is loaded."""
 
 import gc
 import socket

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Energy, by a double of zeus-apple-silicon: no machine of ours can run it."""
+"""Energy metrics, with a fake zeus-apple-silicon."""
 
 import sys
 from types import ModuleType, SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal chat` as a user has it: the command, a real server, a real browser."""
+"""`vllm-metal chat` with a real server and a real browser."""
 
 import os
 import re

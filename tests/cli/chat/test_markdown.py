@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""HTML of answers: what an answer may not do, and that it grows block by block."""
+"""HTML of answers: sanitizing, and incremental rendering."""
 
 import itertools
 from html.parser import HTMLParser

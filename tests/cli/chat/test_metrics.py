@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page plots, out of a text of metrics as prometheus_client writes it."""
+"""Plotted values, parsed from metrics in prometheus_client's format."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a missed prefix, as the server writes it, read again."""
+"""Parsing of the header for a missed prefix."""
 
 from vllm_metal.cli.chat import miss
 from vllm_metal.serving.prefix_misses import header

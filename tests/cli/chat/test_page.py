@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page's own server: whom it answers, and what it says of a refusal of the other server."""
+"""The page's own server: access, and errors of the model's server."""
 
 import json
 import socket

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page shows of limits, failures and servers that are gone, before a server's double."""
+"""The page's display of limits, failures and lost servers, with a fake server."""
 
 import json
 import threading

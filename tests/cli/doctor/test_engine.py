@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine in one process: a real one, and processes that fail as engines have failed.
+"""The doctor's engine part: a real in-process engine, and failing processes.
 
 With parts turned off, processes answer as engines do.
 """

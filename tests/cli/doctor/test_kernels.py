@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels the doctor tries, in which order, and what it says of them."""
+"""The doctor's kernel checks: selection, order and report."""
 
 import itertools
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says of machines, most of which nobody here has."""
+"""The doctor's report on various machines."""
 
 import dataclasses
 import json

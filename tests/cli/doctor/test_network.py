@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says of the network between machines that are to share a model."""
+"""The doctor's checks of the network between machines that will share a model."""
 
 import errno
 import json

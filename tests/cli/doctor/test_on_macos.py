@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor on the double of macOS: what it says of a machine."""
+"""The doctor under the macOS test double."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the doctor says of vLLM's choice, of what is installed, and of MLX beside all imports."""
+"""The doctor's checks of vLLM's platform, installed packages, and MLX's import."""
 
 import mlx.core as mx
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report: whole at every moment, and silent on who the user is."""
+"""The report is complete at every moment, and contains no user names."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that fail as servers do; a real one is in test_run."""
+"""The doctor with failing servers; a real one is in test_run."""
 
 import re
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is said of times; they are taken for real in test_run."""
+"""Evaluation of times; test_run measures real ones."""
 
 import pytest
 from cli.doctor.conftest import ended, ignore

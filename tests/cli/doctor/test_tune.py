@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal doctor --tune`: what its processes say is kept and shown; trouble keeps nothing."""
+"""`vllm-metal doctor --tune`: results are stored and shown; failures store nothing."""
 
 import json
 import os

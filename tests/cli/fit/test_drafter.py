@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter in the estimate is what an engine loads, keeps and runs."""
+"""Estimates of a drafter equal what an engine loads and uses."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal fit` of an encoder: no KV cache, and a step's memory as it is."""
+"""`vllm-metal fit` for encoders: no KV cache, and a step's real memory."""
 
 import json
 from argparse import Namespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings that are reckoned with, and the pool that comes of it, against vLLM's own."""
+"""Estimated settings and pool, against vLLM's own."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and bytes of a token, against the loaded model and the formula."""
+"""Weights and bytes per token, against the loaded model and the formula."""
 
 import gc
 from pathlib import Path

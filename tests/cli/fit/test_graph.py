@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs as they are recorded."""
+"""Recording of graphs."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of images by the files, beside what an engine holds and measures."""
+"""Estimated memory of images, against an engine's."""
 
 import gc
 

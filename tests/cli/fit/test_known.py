@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known models: they have the hub's sizes and are served; fit chooses among them."""
+"""Known models have the hub's sizes and are supported; fit chooses among them."""
 
 import json
 from contextlib import contextmanager

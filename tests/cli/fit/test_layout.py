@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each of several ranks of a model takes, as a user asks, and beside a rank that is loaded."""
+"""Memory of each of several ranks, estimated and in a loaded rank."""
 
 import json
 from argparse import Namespace

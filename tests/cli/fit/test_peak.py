@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peaks of small graphs, by hand and against MLX itself."""
+"""Peaks of small graphs, against manual counts and MLX itself."""
 
 import mlx.core as mx
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one of several ranks takes, beside the whole model."""
+"""Memory of one of several ranks, relative to the whole model."""
 
 import pytest
 import torch

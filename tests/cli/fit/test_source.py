@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model may be: in a folder, in the hub's cache, on the hub, nowhere."""
+"""Locations of a model: a folder, the hub's cache, the hub, or none."""
 
 import http.server
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The peak of a forward pass that is not run, against one that is."""
+"""The estimated peak of a forward pass, against a real one."""
 
 from functools import partial
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of well-known models fits which Mac without a flag, by the sum that the engine makes.
+"""The well-known models that fit each Mac without a flag.
 
 `PYTHONPATH=tests python tests/cli/fit/test_table.py` prints the table of docs/memory.md.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-metal launch`, with a client that writes down how it was started.
+"""`vllm-metal launch`, with a client that records how it was started.
 
 The server is a double that says what vLLM's says of its models; one test has the real one.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that see each other attend, over either pool, as a formula of one row at a time says."""
+"""Bidirectional attention over both pools, against a row-by-row formula."""
 
 from functools import partial
 

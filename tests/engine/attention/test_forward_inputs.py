@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of rows reach the modules that ask for them, in every forward their own."""
+"""Per-row values reach the modules that use them, in every forward."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt's attention by keys and values of heads equals that to latents, in float64."""
+"""Attention over expanded keys and values equals that over latents, in float64."""
 
 import mlx.core as mx
 import numpy as np

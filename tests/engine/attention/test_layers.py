@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read off a model's layers, and which models are refused by name."""
+"""Layer properties read from models, and rejected models."""
 
 import importlib
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers whose keys a write rotates compute what they compute where they rotate them themselves."""
+"""Layers with rotation in the write compute the same as with their own rotation."""
 
 from collections import Counter
 

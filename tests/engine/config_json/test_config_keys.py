@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key of config.json is read, or known to change nothing, or refuses the model by its name."""
+"""Keys of config.json are used, known to have no effect, or rejected."""
 
 import json
 import shlex

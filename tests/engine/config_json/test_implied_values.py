@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys the value of another follows from."""
+"""Keys whose values follow from others."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No key is passed over that a class computes with: transformers' sources and mlx-lm's are read."""
+"""No ignored key has an effect in transformers' or mlx-lm's sources."""
 
 import ast
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders as transformers writes them compute what it computes, or are refused by name."""
+"""Folders written by transformers compute the same, or are rejected."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that would compute parts of different models hear what differs, all of them alike."""
+"""Ranks with different models all report the differences."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of one rank joins no group; one of several waits a bounded time."""
+"""A single rank joins no group; several ranks wait a bounded time."""
 
 import pytest
 from vllm.config import ParallelConfig

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks hear of each other's end: at once, after silence, and not where all is well."""
+"""Ranks detect each other's end, at once or after silence, without false alarms."""
 
 import itertools
 import queue

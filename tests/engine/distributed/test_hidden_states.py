@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hidden states arrive as they were sent, in every dtype, and those of another step are refused."""
+"""Hidden states arrive unchanged in every dtype; those of another step are rejected."""
 
 from collections import deque
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks share a machine: as vLLM divides them among nodes, or as Ray places them."""
+"""Ranks that share a machine, as assigned by vLLM or Ray."""
 
 import os
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that Ray starts get the variables that are read at import, beside a user's own."""
+"""Ranks started by Ray get the variables that are read at import."""
 
 import sys
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share a model compute what the whole model computes; the reference is the latter."""
+"""Sharded ranks compute the same as the whole model."""
 
 import json
 from dataclasses import dataclass

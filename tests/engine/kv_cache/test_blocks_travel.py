@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks are copied and cleared, and no pool is ever copied for it; pages: test_pages.py."""
+"""Blocks are copied and cleared without copying a pool; pages: test_pages.py."""
 
 import metal_interpreter
 import mlx.core as mx

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What serves a model follows from what its self-check found, kernel by kernel, tile by tile."""
+"""Backend choice by the self-check's results per kernel and tile."""
 
 import sys
 from collections.abc import Callable

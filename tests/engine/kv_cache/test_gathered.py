@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows attend by MLX over gathered contexts; what strangers left in the pool stays out."""
+"""Rows that attend over gathered contexts; stale pool data has no effect."""
 
 import metal_interpreter
 import mlx.core as mx

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a context costs in the pool: its attention layers' K/V and its states, by hand."""
+"""Pool bytes of a context, K/V and states, against manual calculation."""
 
 import mlx.core as mx
 import numpy as np

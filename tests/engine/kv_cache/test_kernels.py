@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Both kinds of kv_cache hold and answer the same; the kernels' never replaces its arrays."""
+"""Both kinds of KV cache store and compute the same; kernels never replace arrays."""
 
 import functools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which prompts attend by keys and values of heads, and the contexts that both pools give them."""
+"""Prompts that use expanded keys and values, and their contexts in both pools."""
 
 from functools import partial
 

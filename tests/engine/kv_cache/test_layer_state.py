@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recurrent kind of layer is served beside attention by what every layer goes through."""
+"""Recurrent layers beside attention, through the common layer interface."""
 
 import metal_interpreter
 import mlx.core as mx

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers in the heads of one storage compute what each does in memory of its own."""
+"""Layers packed into one storage compute the same as in separate ones."""
 
 import mlx.core as mx
 import numpy as np

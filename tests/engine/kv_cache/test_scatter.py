@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool holds what was written and is never copied, two steps in flight included."""
+"""The pool holds what was written and is never copied, with two steps in flight."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of a target and its draft model, grouped and placed by vLLM's own planner."""
+"""Layers of a target and its draft model, grouped by vLLM's own planner."""
 
 from dataclasses import replace
 

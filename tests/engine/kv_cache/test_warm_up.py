@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compiled at start is all that any step asks for."""
+"""Warm-up compiles everything that any step needs."""
 
 from dataclasses import replace
 from functools import partial

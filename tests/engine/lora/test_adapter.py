@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An adapter's files are read as PEFT and mlx-lm mean them, or refused by name."""
+"""Adapter files are read as by PEFT and mlx-lm, or rejected."""
 
 import json
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The digest of an adapter is of what is in its files, and of nothing else."""
+"""An adapter's digest depends on its files' content only."""
 
 import pytest
 from vllm.exceptions import LoRAAdapterNotFoundError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Updates land where mlx-lm's model puts the weights that they are for, or nowhere."""
+"""Updates reach the corresponding weights of mlx-lm's model."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random configurations of adapters update the weights that PEFT's merge updates, and as far."""
+"""Random adapter configurations update the same weights as PEFT's merge, equally."""
 
 import copy
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request has the content that its adapter was loaded with, whatever lies under its path now."""
+"""A request keeps the adapter content that it was loaded with."""
 
 import pytest
 from vllm.lora.request import LoRARequest

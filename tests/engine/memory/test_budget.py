@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory sum over machines, models and flags, and whether what it advises is true."""
+"""The memory sum over machines, models and flags; its advice works."""
 
 import re
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spare buffers go back when the system is short of memory, without asking it all the time."""
+"""Spare buffers are freed under memory pressure, with rare checks."""
 
 import logging
 

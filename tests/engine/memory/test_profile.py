@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests take of a step that verify drafts: states of layers, and what drafts leave."""
+"""Memory of requests that verify drafts: layer states, and room left by drafts."""
 
 from contextlib import nullcontext
 from dataclasses import replace

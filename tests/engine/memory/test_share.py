@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers of one server on one machine: each has an equal part, whenever it looks."""
+"""Workers on one machine get equal shares, whenever they measure."""
 
 from vllm_metal.device.mlx_device import MemoryUsage
 from vllm_metal.engine.memory.share import Share

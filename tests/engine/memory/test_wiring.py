@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wired of a Mac, unasked and asked for. MLX's limit and macOS's count are doubles."""
+"""Wired memory by default and by setting, with fake MLX limits and macOS counts."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architectures that vLLM takes, by its list or as transformers' own."""
+"""Architectures that vLLM accepts, from its list or transformers."""
 
 import pytest
 from engine.models.published import FAMILIES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every folder of mlx-vlm is accounted for once."""
+"""Every folder of mlx-vlm is classified once."""
 
 import pytest
 from engine.models import matrix

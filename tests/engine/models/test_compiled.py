@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps whose graph MLX builds by itself are those that the model's Python would have built."""
+"""Compiled steps equal those built by the model's Python."""
 
 from dataclasses import replace
 

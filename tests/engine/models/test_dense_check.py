@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a model's log-probabilities may be from its own dense forward's."""
+"""The dense check's tolerance."""
 
 import mlx.core as mx
 import numpy as np

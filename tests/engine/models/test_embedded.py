@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models inside packages: real weights, converted once, against transformers."""
+"""Embedded models from packages, against transformers."""
 
 import sys
 import threading

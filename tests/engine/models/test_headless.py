@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoders whose checkpoints lack a head, or have another, and rows of the head they have."""
+"""Decoders without a head or with another one, and rows of heads."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Inkling adds to a layer changes its logits: bias by distance, windows, four convolutions."""
+"""Inkling's additions change logits: bias by distance, windows, four convolutions."""
 
 import json
 from dataclasses import replace

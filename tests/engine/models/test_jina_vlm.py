@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jina VLM's text model: mlx-vlm's own module as reference, and settings in nested blocks."""
+"""Jina VLM's text model against mlx-vlm's, with settings in nested blocks."""
 
 import importlib.util
 import json

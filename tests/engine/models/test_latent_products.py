@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step multiplies once by each projection of latents, with all of its rows beside each other.
+"""A step multiplies by each latent projection once, with all of its rows.
 
 mlx-lm multiplies each row of length 1 by itself, a product of a matrix and a vector for every head.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of latent attention, whose keys and values are built: mlx-lm's own results.
+"""Prompts of latent attention with expanded keys and values, against mlx-lm.
 
 Chunks of any length, beside each other and beside requests that decode or verify drafts.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every tensor of a folder is served, or known to compute nothing, or an error."""
+"""Every tensor of a folder is used, known to have no effect, or an error."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders as users have them: plain, MLX-quantized, broken."""
+"""Loading plain, MLX-quantized and broken model folders."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/model-matrix.md says of every module of mlx-lm what is read off the code."""
+"""docs/model-matrix.md matches the code for every module of mlx-lm."""
 
 from pathlib import Path
 

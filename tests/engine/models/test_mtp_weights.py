@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MTP layer is read as mlx-lm reads the target's own layers: here it is a copy of one."""
+"""An MTP layer loads like the target's layers; here it is a copy of one."""
 
 import json
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every family of mlx-lm with recurrent state or latents has a small model."""
+"""Every family with recurrent state or latents has a small model."""
 
 from engine.models import page
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's embedding, hidden states and logits apart give what it gives in one piece."""
+"""Embedding, hidden states and logits computed separately equal the whole model."""
 
 from dataclasses import replace
 

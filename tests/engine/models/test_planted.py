@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changed configurations: ours computes what transformers' class does, or refuses them by name.
+"""Changed configurations compute the same as in transformers, or are rejected.
 
 Each change of `mutations` is made in each family's small model. transformers' forward of the
 changed model is the reference; its folder is read and computed as a server would.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that mlx-lm converted, quantized or not, compute what transformers does with the weights.
+"""Folders converted by mlx-lm compute the same as transformers with their weights.
 
 mlx-lm writes its own names of arrays, and what `sanitize` made of them: a patch of ours that mends
 published files must know such folders.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step multiplies once by each weight of a layer that goes from token to token.
+"""A step multiplies once by each weight of a recurrent layer.
 
 A module that is called by runs of rows multiplies once a run instead: k + 1 times where a request
 verifies k drafts, nine times in the mixture of `engine.models.products`, eleven times for 127 rows

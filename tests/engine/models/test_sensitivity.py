@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The small models see: each key of a configuration and each array counts, or is listed here.
+"""Small models are sensitive to each key and array, or it is listed here.
 
 A family is blind to a key where transformers' own log-probabilities stay as they are when it
 changes. No comparison could then tell whether ours reads it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages, one after another, give the logits of mlx-lm's own dense forward of the whole model."""
+"""Pipeline stages give the logits of mlx-lm's dense forward of the whole model."""
 
 import mlx.core as mx
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of a step leave the device, and what vLLM's poolers make of them."""
+"""Rows of a step that leave the device, and results of vLLM's poolers."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine that pools refuses by name, before its model loads."""
+"""Settings that are rejected for pooling models before loading."""
 
 import json
 import shutil

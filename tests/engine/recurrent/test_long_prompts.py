@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that need not go by kernels: which they are, and which blocks get a state on their way.
+"""Selection of prompts for MLX's function, and the blocks that get a state.
 
 That they compute the same, tests/engine/recurrent/test_sequence_state.py shows.
 """

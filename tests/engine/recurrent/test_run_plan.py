@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a step as runs of sequences: every row once, in order, and every state that is wanted."""
+"""Splitting a step's rows into sequences: every row once, and every wanted state."""
 
 import mlx.core as mx
 import numpy as np

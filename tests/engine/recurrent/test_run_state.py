@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States in blocks: random steps equal a recurrence that is played one token at a time."""
+"""Random steps on states in blocks equal a token-by-token recurrence."""
 
 import metal_interpreter
 import mlx.core as mx

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States of sequences: random steps with drafts equal the recurrence, one token at a time."""
+"""Random steps with drafts on states equal a token-by-token recurrence."""
 
 from dataclasses import dataclass, field
 

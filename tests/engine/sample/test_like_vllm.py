@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random mixes of parameters against vLLM's own torch sampler, with the batch its runner makes."""
+"""Random mixes of parameters, against vLLM's own torch sampler."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that stay on disk: which ones do, and that their rows are those of the loaded table."""
+"""Selection of tables that stay on disk, and equality of their rows."""
 
 import json
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that did not arrive whole are named before anything is read."""
+"""Incomplete files are named before anything is read."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published weights are what the libraries that wrote them read, or are rejected."""
+"""Published weights are read as by the libraries that wrote them, or rejected."""
 
 import json
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading takes little memory beside the weights, measured in processes of their own."""
+"""Memory of loading beyond the weights, measured in separate processes."""
 
 import json
 import os

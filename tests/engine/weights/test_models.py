@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models in published formats compute what transformers does with the values that are stored."""
+"""Models in published formats, against transformers with the stored values."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a table on disk: those of its file, each read once while it is cached."""
+"""Rows of a table on disk equal the file's, and each is read once while cached."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a step's tokens are read before the next hand-over, by how long reads took."""
+"""When a step's tokens are read before the next submission, by read times."""
 
 from vllm_metal.engine.worker.early_reads import FIRST, MOST, WAIT_S, EarlyReads
 

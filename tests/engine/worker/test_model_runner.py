@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The doors of a step: another end than the sampler's, values for modules of the model, figures."""
+"""Interfaces of a step: other output heads, module inputs, metrics."""
 
 import mlx.core as mx
 import numpy as np

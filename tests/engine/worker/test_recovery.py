@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps an error ends, on a runner's double whose device tells it to whoever asks first."""
+"""Steps that an error ends, on a fake runner."""
 
 from dataclasses import replace
 from types import SimpleNamespace

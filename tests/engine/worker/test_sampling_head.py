@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompt logprobs of a step's rows, whose hidden states are the logits themselves."""
+"""Prompt logprobs of a step's rows, with logits as hidden states."""
 
 from types import SimpleNamespace
 

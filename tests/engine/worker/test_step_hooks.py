@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks around a step, played by a connector's double: when each is called, and who hears of it."""
+"""Hooks around a step: order of calls and arguments, with a fake connector."""
 
 from dataclasses import replace
 from types import SimpleNamespace

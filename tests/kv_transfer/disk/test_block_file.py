@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The format of a block's file: every change of it is found."""
+"""The block file format detects every change."""
 
 import os
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""BlockFolder: a block comes back as it was written, or not at all."""
+"""BlockFolder returns a block unchanged, or not at all."""
 
 import errno
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine is alive while it holds its lock, and no longer."""
+"""An engine counts as alive exactly while it holds its lock."""
 
 import signal
 import subprocess

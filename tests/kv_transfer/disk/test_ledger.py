@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: one holder at a time, and a damaged one is known as such."""
+"""The ledger has one holder at a time, and detects damage."""
 
 import subprocess
 import sys

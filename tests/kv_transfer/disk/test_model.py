@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls on two caches of one root, beside a dictionary of what may be there."""
+"""Random calls on two caches of one root, against a dictionary."""
 
 import shutil
 import tempfile

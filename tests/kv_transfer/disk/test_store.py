@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiskStore: limits hold, and a disk that fails stops nothing."""
+"""DiskStore keeps its limits, and a failing disk stops nothing."""
 
 import errno
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer's pages, asked for and fetched; and peers to take none from."""
+"""Finding and fetching a peer's pages; rejected peers."""
 
 import struct
 import threading

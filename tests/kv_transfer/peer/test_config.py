@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of engines that hand each other pages: what each role needs, mistakes named."""
+"""Settings of transfers between engines: requirements of each role, and errors."""
 
 import copy
 import json

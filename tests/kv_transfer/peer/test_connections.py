@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's connections: reused, few, and ended from outside."""
+"""A client's connections: reused, few, and closed from outside."""
 
 import errno
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The export cache compared with a naive one, its limits, and who waits for pages."""
+"""The send cache against a naive one, its limits, and waits for pages."""
 
 import random
 import threading

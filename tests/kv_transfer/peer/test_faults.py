@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers that die or stand still, and lines that lose or change bytes."""
+"""Servers that die or hang, and connections that lose or change bytes."""
 
 import signal
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the keeper of leases tells a server, and when."""
+"""Messages of the lease manager to a server, and their timing."""
 
 import threading
 

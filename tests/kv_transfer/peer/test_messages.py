@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages as msgpack, and what is none."""
+"""Encoding of messages as msgpack, and invalid ones."""
 
 import msgspec
 import pytest

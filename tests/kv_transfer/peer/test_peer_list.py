@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that names the peers: what it may hold, and what happens as it changes."""
+"""The peers file: format and changes."""
 
 import os
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pull or compute, beside a naive formula; who is avoided; how long a load waits."""
+"""Pull or compute, against a naive formula; avoided peers; time limits."""
 
 import pickle
 import random

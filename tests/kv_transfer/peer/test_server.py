@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server does with clients that are many, late, dead, silent or not what they say."""
+"""A server with many, late, dead, silent or malicious clients."""
 
 import random
 import resource

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames and rows over a pair of sockets, and the end of every wait."""
+"""Frames and rows over a socket pair, and timeouts."""
 
 import socket
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions of ragged steps against a naive one, input by input, in float64."""
+"""Convolutions of ragged steps, against a naive one in float64."""
 
 import metal_interpreter
 import mlx.core as mx

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The convolution of a step equals one that goes from token to token, and MLX's."""
+"""The convolution of a step, against a token-by-token one and MLX's."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations on the way into the pool against a float64 formula, and against MLX's own rotation."""
+"""Rotations in writes, against a float64 formula and MLX's own rotation."""
 
 import itertools
 from unittest import mock

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that requests share: gathered once, attended to by all."""
+"""Shared prefixes are gathered once and attended to by all requests."""
 
 from dataclasses import replace
 from unittest import mock

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of requests that begin with the same blocks."""
+"""Grouping of requests that share their first blocks."""
 
 import numpy as np
 from hypothesis import given

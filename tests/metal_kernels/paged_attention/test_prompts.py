@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts over gathered contexts: as the formula has them, whatever strangers left in the pool."""
+"""Prompts over gathered contexts, against the formula; stale pool data is ignored."""
 
 from types import SimpleNamespace
 

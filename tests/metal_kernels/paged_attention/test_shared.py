@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that requests share are read once in decode, and results stay right."""
+"""Decode reads shared prefixes once, with correct results."""
 
 import itertools
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts end close together on GPUs of any size, or depend on their own request alone."""
+"""Split parts balance GPUs of any size, or depend on their own request only."""
 
 import heapq
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""K and V are loaded once for all query rows and heads that want them."""
+"""K and V are loaded once for all query rows and heads."""
 
 from itertools import product
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recurrence of a step equals one that goes from token to token in float64, and mlx-lm's."""
+"""The recurrence of a step, against a token-by-token one in float64, and mlx-lm's."""
 
 from dataclasses import dataclass
 

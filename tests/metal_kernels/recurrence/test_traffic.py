@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step reads a state once and writes it once, and once for each block that it fills."""
+"""A step reads and writes a state once, and once more per filled block."""
 
 import math
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codes of a quantized pool, every one, against torch's conversions."""
+"""All quantized values, against torch's conversions."""
 
 import metal_interpreter
 import mlx.core as mx

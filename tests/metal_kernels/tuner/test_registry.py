@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each choice finds its planted optimum within 24 timings in noise, and times what it says."""
+"""Each choice finds its planted optimum within 24 noisy timings."""
 
 import random
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searches find a planted optimum in noise of 10 %, and leave alone what does not clearly pay."""
+"""Searches find a planted optimum in 10 % noise, and change nothing without clear gain."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a part costs and how many run at once follow from six timings of one context."""
+"""A part's cost and the concurrency follow from six timings of one context."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of fixed time after a warm-up by the clock; a machine that is not steady is refused."""
+"""Windows of fixed time after a warm-up; unsteady machines are rejected."""
 
 import metal_interpreter
 import mlx.core as mx

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-lm's own kernels: compared once with MLX's operations, which stand in for them."""
+"""mlx-lm's own kernels are compared once with MLX's operations, their replacement."""
 
 import json
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules of mlx-vlm come without what importing them changes elsewhere."""
+"""Importing modules of mlx-vlm changes nothing elsewhere."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Projections of latents: of many rows the results of mlx-lm's, by one product a head."""
+"""Latent projections of many rows equal mlx-lm's, with one product per head."""
 
 import mlx.core as mx
 import numpy as np

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules that are called once for all rows: what they leave to their cache, and nothing else."""
+"""Modules called once for all rows leave exactly the recurrences to their cache."""
 
 import importlib
 import inspect

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations are known by the arrays they gave, and by nothing less."""
+"""Rotations are recognized only by their result arrays."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What reaches a cache that attends by itself, and what is refused because it would be lost."""
+"""Arguments that reach a cache's attention, and rejected ones."""
 
 import mlx.core as mx
 import pytest

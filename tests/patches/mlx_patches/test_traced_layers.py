@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers while a forward is traced: the results of MLX's own, of fewer operations."""
+"""Traced layers compute the same with fewer operations."""
 
 import io
 import re

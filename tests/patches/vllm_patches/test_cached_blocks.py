@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of a prefix cache, taken after random calls, add up to what vLLM's pool has."""
+"""Recorded changes of a prefix cache add up to the contents of vLLM's pool."""
 
 import random
 

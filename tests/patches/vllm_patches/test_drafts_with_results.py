@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts that come with a step's results are scheduled behind its tokens, and for nobody else."""
+"""Drafts that arrive with results are scheduled after their tokens."""
 
 import json
 

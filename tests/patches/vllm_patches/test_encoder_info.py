@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM is told of encoders what it would find in its own classes."""
+"""Registered encoder properties equal those of vLLM's own classes."""
 
 import dataclasses
 import importlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server and an engine on another machine each notice that the other is gone, or cut off."""
+"""A server and a remote engine each detect that the other is gone or unreachable."""
 
 import os
 import queue

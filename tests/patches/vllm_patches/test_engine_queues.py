@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers of a queue from another machine: they hear of its end, and get what is sent."""
+"""Remote readers of a queue detect its shutdown, and receive messages."""
 
 import threading
 import time

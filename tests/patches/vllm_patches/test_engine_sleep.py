@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that reach an idle engine find it awake, whichever route makes them."""
+"""Calls wake an idle engine, on every route."""
 
 import asyncio
 import os

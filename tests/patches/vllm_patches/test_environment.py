@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this plugin does to vLLM's environment variables."""
+"""The plugin's changes of vLLM's environment variables."""
 
 import os
 

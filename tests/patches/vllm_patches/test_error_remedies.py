@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a request is told that cannot be served, and what to do."""
+"""Errors for unsupported requests name the remedy."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are wrong are refused as before, and sooner; others are read as before."""
+"""Invalid requests are rejected sooner; valid ones are read as before."""
 
 import pytest
 from pydantic import TypeAdapter, ValidationError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connection may send to a real uvicorn, and for how long."""
+"""Limits of a connection to a real uvicorn, in size and time."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM sends an engine of images, as transformers' processors have it by themselves."""
+"""Inputs of image models equal those of transformers' processors."""
 
 import asyncio
 import io

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only these messages are changed."""
+"""Only the listed messages are changed."""
 
 import importlib.util
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What images of requests may take, what is fetched, and what clients are told of bad ones."""
+"""Limits of images, fetched media, and errors for bad ones."""
 
 import asyncio
 import base64

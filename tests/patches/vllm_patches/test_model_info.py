@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM is told of models that are served: against its own classes, and of mlx-lm's alone."""
+"""Registered model properties, against vLLM's own classes."""
 
 import dataclasses
 import importlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's planning without the rest of vLLM: the same answers, and an error for all else."""
+"""vLLM's planning with partial imports: equal results, errors for the rest."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who decides how vLLM's processes start; where engines run is shown in tests/darwin."""
+"""How vLLM's processes start; tests/darwin shows where engines run."""
 
 import sys
 

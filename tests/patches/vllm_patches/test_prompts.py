@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of prompts that go to an engine."""
+"""Reports of prompts that go to an engine."""
 
 from types import SimpleNamespace
 

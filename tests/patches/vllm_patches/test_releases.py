@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tested vLLM, wherever its version is written, and what becomes of others."""
+"""The tested vLLM release, in all places, and handling of others."""
 
 import logging
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A function of vLLM's is replaced once, whatever decorates it."""
+"""A function of vLLM is replaced once, despite decorators."""
 
 import functools
 import inspect

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How texts and grammars are counted, and that a request that ended compiles nothing."""
+"""Counting of texts and grammars; ended requests compile nothing."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands around a server's application: each function once, the last one outermost."""
+"""Applications around a server's: each once, the last one outermost."""
 
 import asyncio
 import http.client

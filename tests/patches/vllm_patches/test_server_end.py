@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server fails where its engine has died, and takes no requests once it is told to stop."""
+"""A server fails if its engine has died, and rejects requests during shutdown."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long an engine's process may take to end, as a server asks vLLM's manager of it."""
+"""Time limits for the end of an engine's process."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What requests may ask for beside speculation."""
+"""Request options beside speculation."""
 
 import pytest
 from vllm import SamplingParams

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ends a start in one line, and what keeps its traceback."""
+"""Start failures that print one line, and those that keep a traceback."""
 
 import json
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bound on steps, in vLLM's own scheduler and on a clock that the test turns."""
+"""The time bound of steps, in vLLM's scheduler on the test's clock."""
 
 import json
 from types import SimpleNamespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The functions of torchvision's that processors call, beside Pillow and beside formulas."""
+"""Replacements of torchvision's functions, against Pillow and formulas."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields that vLLM does not know: named in the response, or refused where they mean something."""
+"""Unknown fields are listed in the response, or rejected if they have a meaning."""
 
 import pytest
 from fastapi import FastAPI

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the settings say of idle engines, and where it is refused."""
+"""Settings of idle engines, and their errors."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When an engine sleeps and wakes, on a double of it whose sleep takes time."""
+"""Sleep and wake-up times of an engine, on a fake with slow sleep."""
 
 import asyncio
 from contextlib import suppress

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer where an engine cannot wake up: 503, though vLLM has begun one with 200."""
+"""A 503 if an engine cannot wake up, though vLLM has begun with 200."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table names parsers that vLLM has, each can be made, and a choice says why it is one."""
+"""The table names existing vLLM parsers, and choices give their reasons."""
 
 import json
 import re

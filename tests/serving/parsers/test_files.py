@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a model's folder, in the forms that publishers and converters write."""
+"""Reading of a model's folder, in the forms of publishers and converters."""
 
 import json
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chosen parsers read what each family writes, the same whole and streamed, wherever it is cut.
+"""Chosen parsers read each family's format, whole and streamed with any cuts.
 
 Where vLLM's own parser errs, the case is expected to fail and says how; it passes one day.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm serve` gets the parsers of its model where its user names none; vLLM's own parser asks."""
+"""`vllm serve` gets its model's parsers unless flags name some."""
 
 import json
 import logging

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether models think unasked, of templates that switch it in the ways that publishers do."""
+"""Detection of templates that reason by default."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What differs first in two texts, by its kind."""
+"""Classification of the first difference between two texts."""
 
 import pytest
 

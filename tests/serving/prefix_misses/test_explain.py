@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the report says of changes, with characters for tokens."""
+"""Explanations of changes, with characters as tokens."""
 
 import pytest
 from prompt_shapes import PLAIN, RULES, SHAPES, TALK, decode, rendered

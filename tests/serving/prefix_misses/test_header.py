@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header on answers, behind an application that answers as vLLM does."""
+"""The header of responses, with a fake vLLM application."""
 
 import httpx
 import pytest

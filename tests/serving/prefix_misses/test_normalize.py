@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is taken out of system messages, and what stays."""
+"""Parts that are removed from system messages, and parts that stay."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which earlier prompt a new one begins like, beside a comparison with each of them."""
+"""The earlier prompt with the longest common prefix, against a naive search."""
 
 import hypothesis
 from hypothesis import strategies as st

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a server's engine has its prompts watched."""
+"""When a server's prompts are watched."""
 
 from types import SimpleNamespace
 

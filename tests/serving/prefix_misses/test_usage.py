@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report in an answer's usage, whatever pieces that comes in, as clients read it."""
+"""The report in a response's usage, in any pieces, as clients read it."""
 
 import json
 

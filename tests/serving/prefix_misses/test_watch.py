@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What log, /metrics and the client get of a miss, and whose prompts are compared."""
+"""Reports of a miss in log, /metrics and response, and isolation of prompts."""
 
 import pytest
 from prometheus_client import CollectorRegistry

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers from the cache, before a double of vLLM whose text depends on all that it gets."""
+"""Cached responses, with a fake vLLM whose text depends on its whole input."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only answers that have their end and no error are kept."""
+"""Only complete responses without errors are cached."""
 
 import json
 

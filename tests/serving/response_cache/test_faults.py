@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Right answers only, whatever becomes of the store, asked through the class before vLLM.
+"""Correct responses despite store failures, through the middleware.
 
 The double's text depends on all that it gets, so an answer to another request shows.
 """

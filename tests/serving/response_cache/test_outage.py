@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Redis server that is stopped and started again while requests come in."""
+"""A Redis server that is stopped and restarted while requests arrive."""
 
 import asyncio
 import logging

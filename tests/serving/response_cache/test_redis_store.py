@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store in a Redis server does beside others, and how it breaks."""
+"""Behavior specific to the Redis store, and its failures."""
 
 import asyncio
 import contextlib

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever an answer depends on beside its request changes the fingerprint that keeps it."""
+"""The fingerprint covers everything that affects a response besides the request."""
 
 import asyncio
 import sys

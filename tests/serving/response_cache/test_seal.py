@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What answers are sealed with where there are no tenants."""
+"""Seals of responses without tenants."""
 
 import asyncio
 import contextlib

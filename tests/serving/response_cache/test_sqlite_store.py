@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the store in a SQLite file does beside others, and how it breaks."""
+"""Behavior specific to the SQLite store, and its failures."""
 
 import asyncio
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every store does, in SQLite and in a real Redis server."""
+"""Behavior of every store, in SQLite and in a real Redis server."""
 
 import asyncio
 import random

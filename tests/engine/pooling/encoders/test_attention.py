@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of many texts at once is that of each alone, by the formula."""
+"""Batched encoder attention equals that of each text alone, by the formula."""
 
 import itertools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders compute what transformers' classes do, in any batch, or are refused by name."""
+"""Encoders compute the same as transformers' in any batch, or are rejected."""
 
 import functools
 import json

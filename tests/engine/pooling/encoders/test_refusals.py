@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused beside an encoder, by name and before a model loads; and what is set for it."""
+"""Settings that are rejected or set for encoders before loading."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests say where the second text of a pair begins and ends."""
+"""Token types of requests with a pair of texts."""
 
 import numpy as np
 import pytest

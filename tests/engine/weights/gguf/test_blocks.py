@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of each GGUF type against ggml's own C code, whose outputs make_blocks.py has kept."""
+"""Blocks of each GGUF type, against recorded outputs of ggml's C code."""
 
 from pathlib import Path
 
