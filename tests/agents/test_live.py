@@ -45,7 +45,7 @@ def server(installation, project, tmp_path_factory):
 
 @pytest.fixture
 def does(server, installation, project):
-    """Has a client do a task; its outcome, and what it asked."""
+    """Makes a client do a task; returns its outcome and requests."""
 
     def do(name, task, cut=None):
         if not (CLIENTS[name].bin(installation) / name).exists():
@@ -63,7 +63,7 @@ def keep(installation, name, task, said=()):
 
 
 def said(exchanges):
-    """Every whole answer."""
+    """Returns every complete answer."""
     return [answers.read(each.path, each.answer) for each in exchanges if not each.cut]
 
 
@@ -109,7 +109,7 @@ def test_a_client_asks_again_where_its_stream_was_cut(name, does, installation):
 
 
 def _last(body):
-    """What a request says last, of a conversation in any of the three interfaces."""
+    """Returns a request's last message, in any of the three APIs."""
     return (body.get("messages") or body["input"])[-1]
 
 

@@ -19,7 +19,7 @@ LOOPS = {"openai": openai_loop, "anthropic": anthropic_loop}
 
 
 def expected(client):
-    """Text and calls of each turn of a client's recorded task."""
+    """Returns text and calls of each turn of a client's recorded task."""
     script = next(
         each
         for each in tasks.scripts(recordings.PROJECT)
@@ -53,7 +53,7 @@ def test_each_recorded_request_is_answered_as_the_script_says(server, client):
 
 
 def run(server, name, task, folder):
-    """What a loop said last, and all the answers it got."""
+    """Returns a loop's last text, and all answers that it got."""
     fill(folder)
     with proxied(server.url) as proxy:
         said = LOOPS[name](proxy.url, f"Do the task {tasks.marker(name, task)}.", folder)

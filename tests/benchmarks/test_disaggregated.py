@@ -12,7 +12,7 @@ from _server import Server
 
 
 class Tokens(http.server.BaseHTTPRequestHandler):
-    """Completions as vLLM streams them: as many tokens as are asked for, without a pause."""
+    """Streams the requested number of tokens without a pause, in vLLM's format."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -14,7 +14,7 @@ from vllm_metal.kv_transfer.disk.store import DiskStore
 
 
 class FakeEngine:
-    """A token of the stream each step; a prompt loads, then begins, then answers."""
+    """Makes a stream token per step; a prompt loads, then begins, then answers."""
 
     def __init__(self) -> None:
         self._number = 0

@@ -40,7 +40,7 @@ SIZES = Sizes(streams=3, shared=20, own=4, unrelated=8, output=5)
 
 
 class FakePeer:
-    """Answers at once, each token after a second; notes what it was asked."""
+    """Answers at once, each token after a second; records its requests."""
 
     def __init__(self, name: str, token: int = 7, cpu: float = 0.0) -> None:
         self.name = name
@@ -177,7 +177,7 @@ def test_a_peer_that_says_something_else_is_named() -> None:
 
 
 def found() -> dict[str, Any]:
-    """As peers.py keeps it; two repeats."""
+    """Results of two repeats, as peers.py stores them."""
     runs = {
         OURS: {COLD: [Figures(20.0, 300.0, 40.0)] * 2, WARM: [Figures(36.0, 100.0, 40.0)] * 2},
         MLX_LM: {NONE: [Figures(4.0, 900.0, 50.0)] * 2, GIVEN: [Figures(18.0, 500.0, 50.0)] * 2},

@@ -15,7 +15,7 @@ PIECES = ["", "yes", " it", " is"]  # the first names the role only
 
 
 class Chats(http.server.BaseHTTPRequestHandler):
-    """A comment, pieces of an answer, then the usage, in one event without choices."""
+    """Streams a comment, pieces of an answer, then the usage in an event without choices."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -115,7 +115,7 @@ def test_server_and_its_children_are_stopped_even_by_an_error(
 
 
 def running(pid: int) -> bool:
-    """Whether the process is there and not a zombie that only waits to be collected."""
+    """Returns whether a process exists and is not a zombie."""
     import psutil
 
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -10,7 +10,7 @@ from _shared import Prompts
 
 
 class FakeEngine:
-    """Takes a millisecond a token that it has not seen before in that place of a prompt."""
+    """Takes a millisecond per token that is new at its position."""
 
     def __init__(self, remembers: bool) -> None:
         self._remembers = remembers

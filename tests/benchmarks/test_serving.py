@@ -6,7 +6,7 @@ from serving import RECIPES_REPEATS, measure_added, measure_hits, measure_repeat
 
 
 class FakeClient:
-    """Takes `ms` for a new request, and `hit_ms` for one that it was asked before."""
+    """Takes `ms` for a new request, and `hit_ms` for a repeated one."""
 
     def __init__(self, ms: float, hit_ms: float) -> None:
         self._ms, self._hit_ms = ms, hit_ms

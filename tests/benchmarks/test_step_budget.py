@@ -9,7 +9,7 @@ from _shared import Prompts
 
 
 class FakeEngine:
-    """A step of `step_s` for each token of the stream; prompts take `chunk` tokens a step."""
+    """Takes `step_s` per stream token, and computes `chunk` prompt tokens per step."""
 
     def __init__(self, clock: list[float], chunk: int) -> None:
         self._clock, self._chunk = clock, chunk

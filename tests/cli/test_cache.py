@@ -23,7 +23,7 @@ LLAMA, QWEN = "aa" * 16, "bb" * 16
 
 @pytest.fixture
 def root(tmp_path):
-    """Four blocks of one model, one of them old and two of a tenant, and one of another."""
+    """Four blocks of one model, one old and two of a tenant, and one of another model."""
     root = tmp_path / "cache"
     cache = DiskStore(root, Limits(10**8, None))
     now = time.time()
@@ -44,7 +44,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def run(capsys):
-    """Runs `vllm-metal cache`; the status, what it printed, and its errors."""
+    """Runs `vllm-metal cache`; returns the status, output and errors."""
 
     def running(*args):
         status = main(["cache", *map(str, args)])
@@ -55,7 +55,7 @@ def run(capsys):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Has a user at a terminal answer."""
+    """Makes a user at a terminal answer."""
 
     def answering(answer):
         stdin = io.StringIO(f"{answer}\n")

@@ -20,7 +20,7 @@ from vllm_metal.device import openmp
 
 
 def write_model(path: Path, rows: int = 64) -> Path:
-    """A llama without layers: the smallest file that converts, whose weights are a hole."""
+    """Writes a llama without layers: the smallest convertible file, with sparse weights."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(0)
     writer.add_context_length(16)

@@ -14,7 +14,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "tempe
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """A server's, and keys of its tenants, by the same settings as the command's."""
+    """A server's middleware and its tenants' keys, with the command's settings."""
     (tmp_path / "serving.toml").write_text(
         '[tenants]\nkeys = "tenants.json"\nsecret = "secret"\n[response_cache]\npath = "answers"\n'
     )
@@ -23,7 +23,7 @@ def gate(tmp_path, monkeypatch):
 
 
 def marks(gate, keys):
-    """X-Cache of a request by each tenant."""
+    """Returns X-Cache of a request by each tenant."""
 
     async def run():
         names = ("acme", "other")

@@ -53,7 +53,7 @@ def test_a_name_that_is_none_is_refused(tmp_path, capsys, name):
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    """A server's class and keys of its tenants, whose settings the command has, too."""
+    """A server's middleware and its tenants' keys, with the command's settings."""
     (tmp_path / "serving.toml").write_text(
         '[tenants]\nkeys = "tenants.json"\nsecret = "secret"\n[response_cache]\npath = "answers"\n'
     )

@@ -42,13 +42,13 @@ def model() -> str:
 
 
 def unrecognized(stderr: str) -> list[str]:
-    """Lines, or parts of one written over, that are nobody's."""
+    """Returns unrecognized lines, or overwritten parts of lines."""
     lines = filter(str.strip, re.split(r"[\r\n]", stderr))
     return [line for line in lines if not any(known.search(line) for known in RECOGNIZED)]
 
 
 def assert_clean(status: int, stdout: str, stderr: str) -> None:
-    """Exit 0; no traceback, error, warning or crash; nothing on stderr but what is RECOGNIZED."""
+    """Asserts exit status 0, no errors or warnings, and only RECOGNIZED lines on stderr."""
     said = f"{stdout}\n--- stderr\n{stderr}"
     assert status == 0, said
     assert unrecognized(stderr) == [], said
@@ -112,7 +112,7 @@ def test_engines_one_after_the_other(model: str, tmp_path: Path) -> None:
 
 
 class Served:
-    """A server under the double, and what it wrote to stdout and stderr."""
+    """A server under the double, with its stdout and stderr."""
 
     def __init__(self, process: subprocess.Popen[bytes], url: str, folder: Path) -> None:
         self.process, self.url, self._folder = process, url, folder

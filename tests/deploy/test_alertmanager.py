@@ -67,7 +67,7 @@ def test_what_silences_others_is_an_alert():
 
 
 class OnCall(ThreadingHTTPServer):
-    """Whoever is told of what is critical."""
+    """Receives critical alerts."""
 
     daemon_threads = True
 
@@ -99,7 +99,7 @@ def on_call():
 
 @pytest.fixture
 def manager(on_call, tmp_path):
-    """One that runs with the shipped configuration, but for the address of who is on call."""
+    """Runs Alertmanager with the shipped configuration, except the pager's address."""
     text, there = CONFIGURATION.read_text(), "http://127.0.0.1:9095/on-call"
     assert text.count(there) == 1
     where = f"http://127.0.0.1:{on_call.server_address[1]}/"
@@ -138,7 +138,7 @@ def wait_for(condition):
 
 
 def state(manager, name):
-    """Of an alert: "active", "suppressed", "unprocessed"."""
+    """Returns an alert's state: "active", "suppressed", "unprocessed"."""
     found = [
         alert for alert in manager.get("/alerts").json() if alert["labels"]["alertname"] == name
     ]

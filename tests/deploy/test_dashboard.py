@@ -21,7 +21,7 @@ RESOLUTION = ("--moduleResolution", "bundler")
 
 
 def compiled(text, folder):
-    """What the compiler says of a dashboard."""
+    """Returns the compiler's findings in a dashboard."""
     (folder / "dashboard.ts").write_text(PROGRAM + text)
     command = ["node_modules/.bin/tsc", *OPTIONS, *RESOLUTION, "dashboard.ts"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
@@ -74,7 +74,7 @@ def test_what_an_alert_is_about_has_a_panel():
 
 
 def _base(name):
-    """A metric without the end that its kind gives it."""
+    """Removes the suffix that a metric's kind adds."""
     return name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
 
 

@@ -28,7 +28,7 @@ new ScaledObject(JSON.parse(readFileSync(process.argv[2]))).validate();
 
 
 def validated(made, folder):
-    """What the schema of KEDA's resource, as a package has it, finds wrong."""
+    """Returns the violations of the published schema of KEDA's resource."""
     (folder / "validate.mjs").write_text(VALIDATE)
     (folder / "object.json").write_text(json.dumps(made))
     command = ["node", "validate.mjs", "object.json"]
@@ -54,7 +54,7 @@ def test_it_scales_by_the_requests_that_are_open():
 
 
 class Exporter(ThreadingHTTPServer):
-    """A server's /metrics, with the requests that it has."""
+    """A server's /metrics with its number of requests."""
 
     daemon_threads = True
 
@@ -91,7 +91,7 @@ def exporting(*servers):
 
 
 def wanted(found):
-    """Replicas that a HorizontalPodAutoscaler makes of an average: ceil(sum / threshold)."""
+    """Replicas by a HorizontalPodAutoscaler's average: ceil(sum / threshold)."""
     (value,) = found.values(QUERY)
     return math.ceil(value / float(TRIGGER["metadata"]["threshold"]))
 

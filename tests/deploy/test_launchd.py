@@ -35,7 +35,7 @@ each_service = pytest.mark.parametrize("name", SERVICES)
 
 
 def arguments(name: str) -> list[str]:
-    """Options of a service's command, as a user would have them."""
+    """Returns the options of a service's command for a user."""
     program, command, model, *options = SERVICES[name]["ProgramArguments"]
     assert program.endswith("/.venv/bin/vllm") and (command, model) == ("serve", "MODEL")
     for word in sorted(DESK, key=len, reverse=True):
@@ -44,7 +44,7 @@ def arguments(name: str) -> list[str]:
 
 
 def parsed(name: str) -> Any:
-    """The same, as vLLM reads it."""
+    """Returns the options as parsed by vLLM."""
     from vllm.entrypoints.common.cli_args import make_arg_parser
 
     return make_arg_parser(FlexibleArgumentParser()).parse_args(arguments(name))

@@ -30,7 +30,7 @@ for line in sys.stdin:
 
 
 class Writer:
-    """A process that logs with the shipped configuration, into a folder."""
+    """A process that logs with the shipped configuration into a folder."""
 
     def __init__(self, folder):
         self.log = folder / "server.log"
@@ -58,7 +58,7 @@ def writer(tmp_path):
 
 
 def written(file):
-    """Who wrote what."""
+    """Returns the lines by writer."""
     return re.findall(r"\[([\w.]+):\d+\] (.*)", file.read_text())
 
 

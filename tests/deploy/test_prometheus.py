@@ -63,7 +63,7 @@ DEADLINE = 120.0
 
 @pytest.fixture(scope="module")
 def failing_file(tmp_path_factory):
-    """Once it is there, the server's next step fails."""
+    """File whose existence makes the server's next step fail."""
     return tmp_path_factory.mktemp("failing") / "now"
 
 
@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def keys(folder):
-    """Of the only tenant, and of /metrics."""
+    """Returns the keys of the only tenant and of /metrics."""
     (folder / "serving.toml").write_text(SETTINGS)
     (folder / "secret").write_text("a secret of a server in a test")
     (folder / "secret").chmod(0o600)
@@ -90,7 +90,7 @@ def key(keys):
 
 @pytest.fixture(scope="module")
 def start(folder, keys, failing_file):
-    """Starts the server, on a port or any that is free."""
+    """Starts the server on a given or free port."""
     write_models(folder)
     first = str(Path(__file__).parent / "failing")
     environment = {
@@ -117,7 +117,7 @@ def server(start, folder):
 
 @pytest.fixture(scope="module")
 def watched(server, keys, tmp_path_factory):
-    """Up, with a key in the file that the shipped configuration names."""
+    """A running Prometheus, with a key in the configured file."""
     targets = [server.url.removeprefix("http://")]
     with prometheus(targets, tmp_path_factory.mktemp("prometheus"), keys["metrics"]) as started:
         yield started
@@ -128,7 +128,7 @@ def client(server, key):
 
 
 def send(server, key, seed, stop):
-    """Requests without end, each with a prompt of its own and tokens nobody can guess."""
+    """Sends endless requests with new prompts and unpredictable tokens."""
     random = np.random.default_rng(seed)
     with client(server, key) as asking:
         while not stop.is_set():
@@ -143,7 +143,7 @@ def send(server, key, seed, stop):
 
 
 def engine_of(server):
-    """Its process."""
+    """Returns the engine's process."""
     (engine,) = (
         child
         for child in psutil.Process(server.process.pid).children(recursive=True)
@@ -178,7 +178,7 @@ def test_a_target_whose_key_is_missing_is_told(server, tmp_path):
 
 
 def miss(server, key):
-    """Asks for what the response cache could answer, if it had been asked before."""
+    """Sends a new request that the response cache could store."""
     with client(server, key) as asking:
         for number in range(MISSES):
             asking.completions.create(

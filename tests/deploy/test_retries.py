@@ -17,7 +17,7 @@ TRIES = 3  # one, and two more
 
 
 class Refusing(ThreadingHTTPServer):
-    """Answers with one status, and counts."""
+    """Answers with one status, and counts requests."""
 
     daemon_threads = True
 

@@ -86,7 +86,7 @@ def test_an_interrupted_doctor_leaves_nothing(script):
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, or does within a minute; one that nobody waits for counts."""
+    """Returns whether a process ends within a minute; zombies count as ended."""
     for _ in range(1200):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:

@@ -9,7 +9,7 @@ from vllm_metal.device import gpu_cores
 
 @pytest.fixture
 def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts an `ioreg` that answers with some bytes on an otherwise empty PATH."""
+    """Puts an `ioreg` with the given output on an otherwise empty PATH."""
     monkeypatch.setattr(gpu_cores.sys, "platform", "darwin")
     monkeypatch.setenv("PATH", str(tmp_path))
 

@@ -16,7 +16,7 @@ GIB = 2**30
 
 @st.composite
 def macs(draw):
-    """Of 8 to 512 GB."""
+    """Draws Macs with 8 to 512 GB."""
     size = draw(st.integers(8, 512)) * GIB
     left = size // PAGE
     shares = {}

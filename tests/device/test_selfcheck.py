@@ -30,12 +30,12 @@ GOOD = (
 
 
 def child(*lines):
-    """The command of a process that runs such lines."""
+    """Returns the command of a process that runs these lines."""
     return [sys.executable, "-c", "".join([START, *lines])]
 
 
 def failures(*wanted, **options) -> list[str]:
-    """Lines on the kernels that fail."""
+    """Returns lines about the failing kernels."""
     return selfcheck.describe_failures(selfcheck.results(*wanted, **options))
 
 
@@ -79,7 +79,7 @@ def test_a_process_that_does_not_start_is_a_failure(tmp_path: Path):
 
 
 def counting(tmp_path: Path, *lines: str):
-    """A child that notes each of its runs, and how many there were."""
+    """Returns a child command that records each of its runs, and their count."""
     runs = tmp_path / "runs"
     runs.touch()
     note = f"open({str(runs)!r}, 'a').write('x')\n"

@@ -23,7 +23,7 @@ def machine(monkeypatch, plugged: bool | None = None, busy: float = 5.0) -> None
 
 
 def thermal_pressure(monkeypatch, level: int | None) -> None:
-    """Puts other functions in the place of macOS's notify.h; None: it does not know the name."""
+    """Fakes macOS's notify.h; None: the name is unknown."""
 
     def notify_register_check(name, token):
         assert name == b"com.apple.system.thermalpressurelevel"

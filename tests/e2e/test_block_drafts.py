@@ -29,7 +29,7 @@ def drafter(target):
 
 
 def prompts():
-    """Texts of whole blocks and a token, which were not trained on."""
+    """Untrained texts of whole blocks and one token."""
     rng = np.random.default_rng(7)
     return [repeating.text(rng, 4 * BLOCK + 1) for _ in range(4)]
 
@@ -46,7 +46,7 @@ def serving(target, drafter, **options):
 
 
 def accepted_a_step(llm, asked=None):
-    """Answers the prompts, and checks them; drafts accepted in each step that verified some."""
+    """Answers the prompts and checks them; returns accepted drafts per verifying step."""
     before, asked = counters(llm), asked or prompts()
     outputs = generate(llm, asked, greedy(NUM_TOKENS, detokenize=False))
     after = counters(llm)
@@ -60,7 +60,7 @@ def accepted_a_step(llm, asked=None):
 
 
 def repeats(prompt):
-    """What follows a text that repeats."""
+    """Returns the continuation of a repetitive text."""
     whole = np.resize(prompt[:PERIOD], len(prompt) + NUM_TOKENS)
     return whole[len(prompt) :].tolist()
 
@@ -144,7 +144,7 @@ def test_drafts_fail_where_a_block_of_context_is_missing_after_a_hit(target, dra
         return proposer(self, pool)
 
     def losing(self, req_idx, num_computed):
-        """Clears the drafter's part of the last block that a hit has found."""
+        """Clears the drafter's part of a hit's last block."""
         if num_computed:
             pool, last = pools[-1], num_computed // BLOCK - 1
             for name in (name for name in pool.layer_states if name.startswith("draft.")):
@@ -203,7 +203,7 @@ FILE, OLD, NEW = 128, 1, VOCAB - 1  # tokens of a file; a token that is edited, 
 
 @pytest.fixture(scope="module")
 def rewriting(tmp_path_factory):
-    """A model that writes its last FILE tokens again, and a drafter that is often wrong."""
+    """A model that repeats its last FILE tokens, and an often wrong drafter."""
     folder = tmp_path_factory.mktemp("rewriting")
     target = repeating.write_target(folder / "target", FILE)
     return target, repeating.write_drafter(
@@ -241,7 +241,7 @@ def rewritten(rewriting, asked, lookup, **options):
 
 
 def accepted_of(found):
-    """Drafts accepted in each step that verified some, from counters."""
+    """Calculates accepted drafts per verifying step from counters."""
     return found["vllm:spec_decode_num_accepted_tokens"] / found["vllm:spec_decode_num_drafts"]
 
 

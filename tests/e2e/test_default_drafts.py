@@ -28,19 +28,19 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A model whose checkpoint has its MTP layer, which is right more often than not."""
+    """A model with its MTP layer, which is mostly right."""
     return write_hybrid(tmp_path_factory.mktemp("models") / "whole", "qwen3_next", guessable=True)
 
 
 @pytest.fixture
 def alone(whole, tmp_path):
-    """The same without the layer."""
+    """The same model without the layer."""
     return without_layers(whole, tmp_path / "alone")
 
 
 @pytest.fixture
 def messages(caplog):
-    """What the engine logs, as it is logged."""
+    """The engine's log messages."""
     names = ("vllm_metal.platform.default_drafts", "vllm_metal.engine.worker")
     loggers = [logging.getLogger(name) for name in names]
     for logger in loggers:

@@ -39,7 +39,7 @@ def device(monkeypatch):
 
 @pytest.fixture
 def warnings():
-    """What is logged of failures at level WARNING."""
+    """Logged warnings about failures."""
     said = []
 
     class Handler(logging.Handler):
@@ -82,7 +82,7 @@ def serve(llm, prompts, max_tokens=NUM_TOKENS, between=lambda: None):
 
 
 def check(dense, prompts, completions):
-    """Asserts that every token is right, of failed requests too; indices of those that failed."""
+    """Asserts that every token is right, also of failed requests; returns failed indices."""
     failed = []
     for index, (prompt, (completion, told)) in enumerate(zip(prompts, completions, strict=True)):
         if told:
@@ -100,7 +100,7 @@ def failures(llm):
 
 
 def outlive(llm, dense, prompts):
-    """Serves so much that failures are no longer in a row."""
+    """Serves enough requests to reset the count of consecutive failures."""
     completions = serve(llm, prompts[:1], STEPS_THAT_END_A_ROW + 1)
     assert check(dense, prompts[:1], completions) == []
 

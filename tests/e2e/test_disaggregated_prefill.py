@@ -37,7 +37,7 @@ NGRAM = {
 
 
 def cases(vocabulary, block):
-    """For each length and part of it that is known already: the prompt, and that part."""
+    """Yields (prompt, known prefix) for each length and known part."""
     rng = np.random.default_rng(8)
     for length in (1, block - 1, block, block + 1, 2 * block, 2 * block + 1):
         for known in (0, length // 2, length):
@@ -89,7 +89,7 @@ def check_all(model, spec, ahead, vocabulary=VOCAB, block=BLOCK, windows=False, 
 
 
 def drafting(toy, ahead):
-    """Options of an engine that drafts as a toy does."""
+    """Returns options of an engine that drafts like a toy."""
     return {
         "async_scheduling": ahead,
         "additional_config": {"fixed_draft_length": True},
@@ -154,7 +154,7 @@ class ByPosition:
         monkeypatch.setattr(Peer, "fetch", self._fetch)
 
     def trim(self, prompt):
-        """Takes what the engine that prefilled has in its blocks, less those that are too many."""
+        """Trims the prefill engine's blocks to this length."""
         pages = runner_of(self._p).layers.block_pages()
         rows = page_rows(pages.export(0, np.array(self._blocks)))
         self._rows = rows[-ceil(len(prompt) / BLOCK) :]

@@ -35,7 +35,7 @@ def alone(tiny, prompts):
 
 @pytest.fixture
 def pair(tiny):
-    """Engines that prefill and decode, made with settings for each."""
+    """Prefill and decode engines with given settings."""
     with ExitStack() as stack:
 
         def make(of_producer=None, of_consumer=None):
@@ -55,7 +55,7 @@ def forgets(p):
 
 
 def check(p, d, prompts, alone, trouble=lambda: None):
-    """All prompts are answered, of which none is pulled once there is trouble."""
+    """Asserts that all prompts are answered, and none is pulled after a failure."""
     params = [prefill(p, prompt) for prompt in prompts]
     assert decode(d, prompts[0], params[0]).pulled == PULLED
     trouble()

@@ -86,7 +86,7 @@ def test_an_adapter_finds_what_its_content_has_stored(tmp_path):
     options = {"enable_lora": True, "skip_tokenizer_init": True, "max_num_batched_tokens": 64}
 
     def loaded():
-        """Tokens that an engine generates, and how many of the prompt's it found on disk."""
+        """Returns generated tokens, and the number of prompt tokens found on disk."""
         with disk_engine(model, tmp_path / "disk", **options) as llm:
             outputs = llm.generate(
                 [{"prompt_token_ids": prompt}],

@@ -53,7 +53,7 @@ def vanish(path):
 
 
 def swap(path):
-    """Another block's whole file in the place of this one."""
+    """Replaces this block file by another block's."""
     other = next(p for p in pages(path.parents[3]) if p != path)
     path.write_bytes(other.read_bytes())
 
@@ -85,7 +85,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def cold(tiny, tmp_path_factory):
-    """A folder with the blocks of one prompt for each fault, the prompts, and their answers."""
+    """A folder with one prompt's blocks per fault, the prompts and their answers."""
     root = tmp_path_factory.mktemp("cold") / "cache"
     prompts = random_prompts([LENGTH] * len(FAULTS), VOCAB)
     answers, files = [], []
@@ -110,7 +110,7 @@ def wait_for_pages(llm, root, number):
 
 @pytest.fixture
 def copied(cold, tmp_path):
-    """The same, in a folder of this test's own."""
+    """A copy of the folder for this test."""
     root, prompts, answers, files = cold
     shutil.copytree(root, tmp_path / "cache", copy_function=shutil.copy2)
     moved = [[tmp_path / "cache" / path.relative_to(root) for path in some] for some in files]

@@ -21,7 +21,7 @@ MOST_SECONDS = 120
 
 
 class Gate:
-    """Holds up all reads of blocks until it is opened."""
+    """Blocks all reads of blocks until it is opened."""
 
     def __init__(self, monkeypatch):
         self._open = threading.Event()
@@ -76,7 +76,7 @@ def play(llm, prompts, happen, at, release, gate):
 
 @pytest.fixture(params=[True, pytest.param(False, marks=pytest.mark.slow)], ids=["async", "sync"])
 def served(request, tiny, tmp_path, gate):
-    """An engine, two prompts that are on disk with their answers, and a source of new ones."""
+    """An engine, two prompts on disk with their answers, and a source of new prompts."""
     rng = np.random.default_rng(1)
     first = rng.integers(2, VOCAB, 200).tolist()
     prompts = [first, [*first[:64], *rng.integers(2, VOCAB, 90).tolist()]]
@@ -96,7 +96,7 @@ def served(request, tiny, tmp_path, gate):
 
 
 def sweep(served, gate, happen, failures_are_right=False, steps=(0, 2, 3, 5)):
-    """Has something befall an engine at every step, with loads under way or just over."""
+    """Triggers an event in an engine at every step, with loads in flight or just finished."""
     llm, prompts, answers, another = served
     free = free_blocks(llm)
     for at in steps:

@@ -24,7 +24,7 @@ from vllm_metal.settings import salts, secret_file
 
 @contextmanager
 def said():
-    """What is logged about pages that are there and cannot be used."""
+    """Log messages about unusable pages."""
     lines, logger = [], logging.getLogger("vllm_metal.kv_transfer.disk.store")
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -39,7 +39,7 @@ def said():
 
 
 def scale(weights, factor):
-    """Changes a checkpoint's file, and not its size."""
+    """Changes a checkpoint file without changing its size."""
     file = weights / "model.safetensors"
     arrays = mx.load(str(file))
     arrays = {name: array * factor if "k_proj" in name else array for name, array in arrays.items()}
@@ -176,7 +176,7 @@ def test_salts(tiny, tmp_path):
 
 
 def complete(client, prompt, max_tokens=16):
-    """Tokens and log-probabilities of a greedy completion, and the seconds to its first token."""
+    """Returns tokens and log-probabilities of a completion, and its seconds to first token."""
     started = time.monotonic()
     first, tokens, logprobs = None, [], []
     for chunk in client.completions.create(
@@ -237,7 +237,7 @@ def test_a_very_long_prompt(tiny_models, tmp_path):
 
 
 def check_restart(model, tmp_path, prompt, ending, max_model_len):
-    """The whole blocks of a prompt come from the disk, and the answer is the same."""
+    """Checks that a prompt's whole blocks come from disk, and the answer is unchanged."""
     cache = tmp_path / "cache"
     config = {"prefix_cache_dir": str(cache), "prefix_cache_bytes": 4 << 30}
     options = [

@@ -67,7 +67,7 @@ def params(seeds, count=16):
 
 @pytest.fixture
 def late(monkeypatch):
-    """Whether each step read rows when it was submitted, by tokens of the step before."""
+    """Records whether each step read rows at submission, for tokens of the previous step."""
     counted, submitting = [], []
     of_runner, of_rows = ModelRunner.read_tables, TableRows.read
 

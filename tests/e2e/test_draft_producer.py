@@ -28,7 +28,7 @@ DRAFTING = 10  # tokens of requests that draft behind their prompts
 
 
 def methods(quick=None, more=None):
-    """METHODS: one that every run tries, one for a longer run; by night the others."""
+    """Marks METHODS: one always, one in longer runs, the others nightly."""
     marks = {quick: (), more: pytest.mark.more}
     return pytest.mark.parametrize(
         "method",
@@ -38,14 +38,14 @@ def methods(quick=None, more=None):
 
 @pytest.fixture
 def prompts():
-    """Of LENGTHS, and one that shares its first four blocks with the longest."""
+    """Prompts of LENGTHS, and one that shares four blocks with the longest."""
     rng = np.random.default_rng(1)
     found = [rng.integers(2, VOCAB, length).tolist() for length in LENGTHS]
     return [*found, found[-1][: 4 * BLOCK] + rng.integers(2, VOCAB, 2 * BLOCK - 1).tolist()]
 
 
 def serve(toy, folder, role, prompts, max_tokens, **options):
-    """Answers to prompts that come one after the other, and the pages that they left."""
+    """Returns answers to consecutive prompts, and the pages they left."""
     with drafting_engine(toy, folder, role, **options) as llm:
         tokens = [answer(llm, [prompt], max_tokens)[0] for prompt in prompts]
         drafted, _ = draft_counts(llm)

@@ -28,7 +28,7 @@ def drafted(monkeypatch):
 
 
 def serve(llm, prompts, drafted, max_tokens=NUM_TOKENS):
-    """By a prompt's length: the answer, what was drafted in each step, how many were accepted."""
+    """Returns the answer, drafts per step and accepted drafts by prompt length."""
     found = {}
     for prompt in prompts:
         drafted.take()

@@ -22,7 +22,7 @@ SMALL = {"max_model_len": 256, "max_num_batched_tokens": 32, "kv_cache_memory_by
 
 @pytest.fixture(scope="module")
 def embedder(tmp_path_factory):
-    """A toy Qwen3-Embedding, as published: a decoder's arrays, last token, normalized."""
+    """A toy Qwen3-Embedding as published: a decoder's arrays, last token, normalized."""
     folder = checkpoints.qwen3(tmp_path_factory.mktemp("embedder") / "model")
     checkpoints.as_decoder_alone(folder)
     checkpoints.as_sentence_transformer(folder)
@@ -37,7 +37,7 @@ def llm(embedder):
 
 @pytest.fixture(scope="module")
 def expected(embedder):
-    """[n, H] of TEXTS, by sentence-transformers."""
+    """Returns [n, H] of TEXTS by sentence-transformers."""
     from sentence_transformers import SentenceTransformer
 
     return SentenceTransformer(embedder, device="cpu").encode(TEXTS)
@@ -112,7 +112,7 @@ def test_a_text_that_is_too_long_is_cut_or_refused(llm, expected):
 
 
 def kept(llm, text):
-    """What cuts a longer text down to this one."""
+    """Returns parameters that truncate a longer text to this one."""
     count = len(llm.get_tokenizer()(text)["input_ids"])
     return {"truncate_prompt_tokens": count, "truncation_side": "right"}
 

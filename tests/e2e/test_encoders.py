@@ -24,7 +24,7 @@ WORDS = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text().split()
 
 
 def make_texts(count, longest, seed=0):
-    """Texts of 1 to `longest` words, mostly short."""
+    """Makes texts of 1 to `longest` words, mostly short."""
     rng = np.random.default_rng(seed)
     lengths = rng.permutation(np.geomspace(1, longest, count).round().astype(int))
     starts = rng.integers(0, len(WORDS) - longest, count)
@@ -36,13 +36,13 @@ def embeddings(outputs):
 
 
 def encoder(model, **options):
-    """An engine without what encoders do not take."""
+    """Makes an engine without options that encoders reject."""
     unset = {"kv_cache_memory_bytes": None, "enable_prefix_caching": None, "max_model_len": None}
     return engine(model, **(unset | {"max_num_batched_tokens": None} | options))
 
 
 def with_tokenizer(folder):
-    """vLLM makes no engine that scores without one."""
+    """Adds a tokenizer, which vLLM requires for scoring."""
     AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
     return str(folder)
 
@@ -59,7 +59,7 @@ def minilm():
 
 @pytest.fixture(scope="module")
 def texts():
-    """As many tokens as the model takes at most, and fewer."""
+    """Texts of up to the model's maximum number of tokens."""
     tokenizer = AutoTokenizer.from_pretrained(MINILM)
     words = "a " * 254  # and two tokens around them
     found = [*make_texts(NUM_TEXTS - 2, 24), "a", words]
@@ -99,7 +99,7 @@ def test_an_engine_sleeps_and_wakes_up(minilm):
 
 
 def as_sentence_transformer(folder, hidden_size, outputs):
-    """Files of a model that takes the mean, and projects it twice, as EmbeddingGemma does."""
+    """Adds files for mean pooling and two projections, as EmbeddingGemma has."""
     modules = ["", "1_Pooling", "2_Dense", "3_Dense", "4_Normalize"]
     kinds = ["Transformer", "Pooling", "Dense", "Dense", "Normalize"]
     listed = [

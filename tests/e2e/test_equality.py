@@ -22,7 +22,7 @@ def dense(smollm2):
 
 
 def serve_and_check(model, dense, prompts, max_tokens=48, passes=1, **options):
-    """Serves the prompts `passes` times and checks every output; counters after each pass."""
+    """Serves the prompts `passes` times and checks every output; returns counters per pass."""
     seen = []
     with engine(model, max_num_seqs=16, max_num_batched_tokens=CHUNK, **options) as llm:
         scheduler = llm.llm_engine.vllm_config.scheduler_config

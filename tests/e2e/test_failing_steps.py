@@ -22,12 +22,12 @@ def dense(tiny):
 
 @pytest.fixture(scope="module")
 def text():
-    """Tokens of which none is POISON."""
+    """Makes a text without POISON."""
     return np.random.default_rng(2).integers(2, POISON, 500).tolist()
 
 
 def serve(llm, prompts):
-    """The completion of each prompt, all sent at once."""
+    """Returns the completions of prompts that are sent at once."""
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], greedy(NUM_TOKENS), use_tqdm=False
     )
@@ -92,7 +92,7 @@ def test_an_engine_that_only_fails_gives_up(tiny, monkeypatch):
 
 
 class Poisoned(nn.Module):
-    """An embedding that is not a number for one token."""
+    """An embedding that is NaN for one token."""
 
     def __init__(self, embedding: nn.Embedding, token: int) -> None:
         super().__init__()

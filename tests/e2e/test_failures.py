@@ -30,7 +30,7 @@ STARTING_UP_S, ENDING_S, TOLD_S = 240, 240, 60
 
 
 def wait_for(condition, seconds):
-    """Waits until `condition()` holds, and gives what it gave."""
+    """Waits until `condition()` is true; returns its value."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, f"still not so after {seconds} s"
@@ -39,7 +39,7 @@ def wait_for(condition, seconds):
 
 
 def group_of(process):
-    """Who is left of the processes that a server started."""
+    """Returns the remaining processes of a server."""
     left = []
     for other in psutil.process_iter():
         with suppress(ProcessLookupError, PermissionError, psutil.Error):  # ended, or another's
@@ -85,7 +85,7 @@ def scratch():
 
 @pytest.fixture(scope="module")
 def spoiled(tiny, tmp_path_factory):
-    """The model with a last token that makes everything after it NaN."""
+    """A model whose last token turns everything after it into NaN."""
     folder = tmp_path_factory.mktemp("models") / "spoiled"
     shutil.copytree(tiny, folder)
     weights = mx.load(str(folder / "model.safetensors"))

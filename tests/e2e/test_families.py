@@ -21,7 +21,7 @@ BOTH = ("baichuan_m1", "longcat_flash_ngram")
 
 
 class Cached(Dense):
-    """The forward over a cache: without one, mlx-lm's Gemma 3n has no layers that read others'."""
+    """Computes with a cache: without one, mlx-lm's Gemma 3n does not share K/V."""
 
     def forward(self, tokens):
         return self.model(tokens, cache=make_prompt_cache(self.model))

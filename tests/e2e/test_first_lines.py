@@ -17,12 +17,12 @@ ALLOWED = "Found ulimit of"  # vLLM's warning where the shell allows few open fi
 
 @pytest.fixture
 def unasked(tmp_path, monkeypatch):
-    """Variables of a user who has set none about logs; logs have a folder of their own."""
+    """Variables of a user without log settings; logs have their own folder."""
     return {**SPAWNED, "VLLM_LOGGING_LEVEL": "", "VLLM_METAL_CACHE": str(tmp_path / "cache")}
 
 
 def lines(log):
-    """What a terminal shows in the end: lines that are written over are not there any more."""
+    """Returns a terminal's final lines, without overwritten ones."""
     shown = [line.rpartition("\r")[2] for line in log.read_text().splitlines()]
     return [line for line in shown if ALLOWED not in line]
 
@@ -41,7 +41,7 @@ def test_a_start_says_where_its_log_is_and_how_to_ask(long_texts, tmp_path, unas
 
 @pytest.fixture
 def damaged(long_texts, tmp_path):
-    """A model whose weights are not whole."""
+    """A model with incomplete weights."""
     folder = tmp_path / "model"
     shutil.copytree(long_texts, folder)
     (weights,) = folder.glob("*.safetensors")

@@ -24,7 +24,7 @@ NEW_TOKENS = 12
 
 @pytest.fixture(params=["smollm2", "gemma3"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, float]]:
-    """A file, and how far a token may be below the best, by the logits' standard deviation."""
+    """A file, and a token's tolerance relative to the logits' standard deviation."""
     if request.param == "smollm2":  # Q4_1, which stays as it is
         yield smollm2_gguf(), 1e-3
     else:  # Q4_K_M, whose Q6_K and Q5_0 are rounded to 8 bits and kept

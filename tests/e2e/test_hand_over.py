@@ -14,7 +14,7 @@ from vllm_metal.engine.worker.results import LateOutput
 
 
 def unknown_operations(arrays) -> int:
-    """How many operations the device was not given yet."""
+    """Counts operations that were not submitted yet."""
     drawn = io.StringIO()
     mx.export_to_dot(drawn, *arrays)
     return drawn.getvalue().count("shape=rectangle")
@@ -24,7 +24,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokeniz
 
 
 def begin(core) -> None:
-    """Three requests, in their decode steps."""
+    """Starts three requests, and steps until all decode."""
     for number in range(3):
         core.add_request(f"{number}", {"prompt_token_ids": [5 + number] * 20}, PARAMS)
     for _ in range(4):  # prompts
@@ -57,7 +57,7 @@ def test_one_hand_over_a_step(tiny, monkeypatch):
 
 
 class Order:
-    """Notes in order what is evaluated, and which steps are read and told, by number."""
+    """Records evaluations, and reads and results of steps by number, in order."""
 
     def __init__(self, monkeypatch):
         self.noted, self._outputs, self._results = [], [], []
@@ -86,7 +86,7 @@ class Order:
         monkeypatch.setattr(LateOutput, "get_output", get_output)
 
     def checked(self, step):
-        """Whether an evaluation began and succeeded between reading a step and telling of it."""
+        """Returns whether an evaluation began and succeeded between a step's read and result."""
         read, told = (self.noted.index((what, step)) for what in ("read", "told"))
         return ("evaluated", None) in self.noted[read:told]
 

@@ -23,7 +23,7 @@ KINDS = ("qwen3_next", "falcon_h1", "lfm2")
 
 
 def families(quick=(), more=()):
-    """All of them; those that are neither are tried by night."""
+    """Marks all families; those in neither list run nightly."""
     marks = dict.fromkeys(quick, ()) | dict.fromkeys(more, pytest.mark.more)
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=marks.get(name, pytest.mark.slow)) for name in FAMILIES]
@@ -53,7 +53,7 @@ def folders(tmp_path_factory):
 
 
 def prompts_of(count, seed=0):
-    """Of 4 to 105 tokens; half begin alike, and some repeat themselves."""
+    """Makes prompts of 4 to 105 tokens; half share a prefix, some are repetitive."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(3, VOCAB, SHARED).tolist()
     lengths = rng.permutation(np.linspace(1, SHARED, count).astype(int)).tolist()
@@ -84,7 +84,7 @@ def greedy_ids():
 
 
 def check_passes(model, passes=2, count=16, judge=Dense, **options):
-    """Serves the prompts `passes` times, checks every text; counters after each pass."""
+    """Serves the prompts `passes` times, checks every text; returns counters per pass."""
     dense, seen, prompts = judge(model), [], prompts_of(count)
     with hybrid_engine(model, **options) as llm:
         free = free_blocks(llm)
@@ -292,7 +292,7 @@ def test_one_engine_prefills_and_another_decodes(folders, name):
 
 
 def prefill_and_decode(model, block_size):
-    """Has an engine pull what another one computed, and checks its texts."""
+    """Makes an engine pull another one's K/V, and checks its texts."""
     dense, prompts = Dense(model), prompts_of(6)
     port, pulled = free_port(), 0
     options = {
@@ -310,7 +310,7 @@ def prefill_and_decode(model, block_size):
 
 
 def fail_next_step(worker):
-    """Has the engine's next step raise, in whichever process the engine is."""
+    """Makes the engine's next step raise, in any process."""
     forward = ModelExecutor.forward_hidden
 
     def failing(*arguments):
@@ -322,7 +322,7 @@ def fail_next_step(worker):
 
 @pytest.fixture
 def spawned(monkeypatch):
-    """Engines get a process of their own, which has nothing of this one's."""
+    """Gives engines spawned processes, which inherit nothing."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")

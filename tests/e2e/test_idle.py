@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(short, folder):
-    """Sleeps after a second, and deeper after three more; has a disk, and keeps answers."""
+    """A server that sleeps after a second, deeper after three more; with all caches."""
     (folder / "serving.toml").write_text('[response_cache]\npath = "answers"\n')
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -59,7 +59,7 @@ def server(short, folder):
 
 
 def state(server):
-    """The level at which the engine sleeps, by its metric."""
+    """Returns the engine's sleep level from its metric."""
     families = text_string_to_metric_families(httpx.get(f"{server.url}/metrics").text)
     (now,) = (
         sample.labels["sleep_state"]
@@ -71,7 +71,7 @@ def state(server):
 
 
 def wait_for(level, server, seconds=240, pause=0.2):
-    """Until the engine sleeps as deep as `level`, or deeper: each look takes processor time."""
+    """Waits until the engine sleeps at `level` or deeper, checking at intervals."""
     deadline = time.monotonic() + seconds
     while state(server) < level:
         assert time.monotonic() < deadline, f"the level is {state(server)}"

@@ -49,7 +49,7 @@ def data_url(content, kind="image/png"):
 
 @contextmanager
 def files(content):
-    """A server of `content` by path, or of a redirection to the path that is there; counts."""
+    """Serves `content` by path, or redirects to a path in it; counts requests."""
     asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -112,7 +112,7 @@ def client(server):
 
 
 def ask(client, *urls, **options):
-    """What a greedy chat about images says."""
+    """Returns a greedy chat answer about images."""
     images = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     message = {"role": "user", "content": [*images, {"type": "text", "text": QUESTION}]}
     more = {"ignore_eos": True, "return_token_ids": True}
@@ -121,7 +121,7 @@ def ask(client, *urls, **options):
 
 
 def tokens(client, *urls):
-    """Of the prompt, and of the answer."""
+    """Returns the tokens of the prompt and of the answer."""
     answer = ask(client, *urls)
     return answer.prompt_token_ids, answer.choices[0].token_ids
 
@@ -172,7 +172,7 @@ def test_redirections_are_not_followed(client):
 
 
 def zeros(width, height):
-    """A file that says it has that many pixels, and has none of them."""
+    """Makes a file that claims this many pixels and has none."""
 
     def chunk(name, data):
         checked = name + data
@@ -233,7 +233,7 @@ def test_limits_and_other_media_are_named(client):
 
 @pytest.fixture(scope="module")
 def tenants(checkpoint, tmp_path_factory):
-    """A server with tenants, and a function that sends a request of one of them."""
+    """A server with tenants, and a function that sends a tenant's request."""
     folder = tmp_path_factory.mktemp("tenants")
     keys = write_settings(folder)
     options = (
@@ -311,12 +311,12 @@ def test_a_tenant_names_no_addresses(tenants):
 
 
 def _spent_s(server):
-    """Processor seconds of the server's own process, in which it serves nobody else."""
+    """Returns the CPU seconds of the server's own process."""
     return sum(psutil.Process(server.process.pid).cpu_times()[:2])
 
 
 def _resident(server):
-    """Bytes of the server and all that it has started."""
+    """Returns the bytes of the server and its descendants."""
     process = psutil.Process(server.process.pid)
     return sum(each.memory_info().rss for each in [process, *process.children(recursive=True)])
 

@@ -53,7 +53,7 @@ CLASSES = {
 
 
 def written(kind: str, folder) -> str:
-    """A folder that transformers wrote, in float32, with weights so large that texts vary."""
+    """Writes a float32 folder with transformers, with varied texts."""
     content = TEXT if kind == "inkling_text" else {"text_config": TEXT, **TOWERS}
     model = CLASSES[kind](own_config(kind, **content)).float().eval()
     draw(model, torch.Generator().manual_seed(4))

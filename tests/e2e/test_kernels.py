@@ -26,7 +26,7 @@ from tests.metal_kernels.hazards import Logger, prove, prove_always
 
 
 class Counted:
-    """Wraps a compiler of kernels; counts what runs, by kernel."""
+    """Wraps a kernel compiler; counts launches by kernel."""
 
     def __init__(self, compiler):
         self.calls, self._compiler = {}, compiler
@@ -43,7 +43,7 @@ class Counted:
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernels that ran, by name."""
+    """The launched kernels by name."""
     counted = Counted(metal_interpreter.metal_kernel)
     monkeypatch.setenv("VLLM_METAL_KERNELS", "interpret")
     monkeypatch.setattr(metal_interpreter, "metal_kernel", counted.metal_kernel)
@@ -82,7 +82,7 @@ def test_cold_and_warm_under_load(short, interpreted):
 
 @pytest.fixture
 def shared(monkeypatch):
-    """Of each beginning that decoded rows share, the keys; whatever they save."""
+    """Keys of each shared prefix, whatever sharing saves."""
     keys, module = [], sys.modules["metal_kernels.paged_attention.plan"]
     of_layer, shared_prefixes = Tiles.for_layer, module.shared_prefixes
 

@@ -55,7 +55,7 @@ def folders(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Served:
-    """What an engine made of some prompts, twice."""
+    """An engine's results for some prompts, served twice."""
 
     texts: list[list[list[int]]]
     drafts: tuple[float, float]  # verified, accepted

@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 
 
 def settings_in(folder, limits):
-    """Writes a server's settings; returns the keys of its tenants."""
+    """Writes a server's settings; returns its tenants' keys."""
     keys = write_settings(folder, NAMES, limits)
     with (folder / "serving.toml").open("a") as settings:  # whose last section is the cache's
         settings.write(f"max_answer_bytes = {MAX_ANSWER_BYTES}\n")
@@ -71,7 +71,7 @@ def served(long_texts, folder):
 
 @dataclass
 class Footprints:
-    """Memory and open files of a server's processes, sampled."""
+    """Sampled memory and open files of a server's processes."""
 
     process: int
     samples: list[tuple[int, int]] = field(default_factory=list)  # bytes, files
@@ -94,7 +94,7 @@ class Footprints:
             self.samples.append((memory, sum(process.num_fds() for process in all_of_them)))
 
     def halves(self):
-        """The most of each half: (memory, files) before and after."""
+        """Returns the maximum (memory, files) in each half."""
         middle = len(self.samples) // 2
         return [
             tuple(max(each) for each in zip(*part, strict=True))
@@ -103,7 +103,7 @@ class Footprints:
 
 
 def counted(served):
-    """Tokens of prompts and of answers, by tenant, as the server counts them."""
+    """Returns the server's counts of prompt and output tokens by tenant."""
     return {
         name: tuple(
             int(served.metric("vllm:tenant_tokens_total", tenant=name, kind=kind))
@@ -114,7 +114,7 @@ def counted(served):
 
 
 def generated(folder):
-    """The same, as the engine wrote it down."""
+    """Returns the same counts as recorded by the engine."""
     secret = secret_file.read(folder / "secret", "secret")
     found = recording_scheduler.read(folder / "recorded")
     sums, who = {}, identities(folder)
@@ -128,7 +128,7 @@ def generated(folder):
 
 
 def wait_until_idle(served, folder):
-    """Requests in the background and late steps go on after the last client has gone."""
+    """Waits for background requests and late steps after the last client has left."""
     deadline = time.monotonic() + 240
     before = None
     while before != (now := (generated(folder), served.metric("vllm:num_requests_running"))) or (
@@ -140,14 +140,14 @@ def wait_until_idle(served, folder):
 
 
 def hidden(keys, folder):
-    """What may be in no log."""
+    """Returns texts that must not appear in a log."""
     secret = secret_file.read(folder / "secret", "secret")
     made = {salts.derive(secret, name, salt) for name in NAMES for salt in CLIENT_SALTS}
     return [*keys.values(), *made, secret.decode(), MARK, CLIENT_SALTS[1]]
 
 
 def check(served, folder, number, seed):
-    """Sends so many requests, and checks all that is to hold; returns what became of them."""
+    """Sends requests and checks everything; returns their results."""
     before = served.metric("vllm:generation_tokens_total")
     recorded = sum(answer for _, answer in generated(folder).values())
     clients = Clients(served.server.url, served.keys)
@@ -233,7 +233,7 @@ def test_the_name_of_a_clients_tool_is_not_logged(served):
 
 @contextmanager
 def unread(served, tenant, path, fields):
-    """The socket of a client that has sent this request and reads nothing of its answer."""
+    """Returns the socket of a client that sent a request and reads nothing."""
     url, body = httpx.URL(served.server.url), json.dumps(fields).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {served.keys[tenant]}\r\n"

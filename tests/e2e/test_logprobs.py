@@ -12,11 +12,11 @@ TOLERANCE = 1e-3
 
 
 def reference_of(path, normalize=True):
-    """transformers' forward of a model."""
+    """Makes transformers' forward of a model."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def logprobs(tokens):
-        """[len(tokens), V], of the token after each."""
+        """Returns [len(tokens), V] for the token after each."""
         with torch.no_grad():
             logits = model(torch.tensor([tokens])).logits[0]
             return (torch.log_softmax(logits, -1) if normalize else logits).numpy()
@@ -25,7 +25,7 @@ def reference_of(path, normalize=True):
 
 
 def agree(entries, row, count):
-    """A position's logprobs: every one right, and the best `count` among them."""
+    """Asserts that a position's logprobs are right and include the best `count`."""
     for token, entry in entries.items():
         assert abs(entry.logprob - row[token]) < TOLERANCE
     ranked = sorted(entries.values(), key=lambda entry: entry.rank)[:count]

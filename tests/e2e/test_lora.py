@@ -40,7 +40,7 @@ def toy(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapters(toy, tmp_path_factory):
-    """Folders of adapters, of two ranks, and PEFT's models with them."""
+    """Folders of adapters with two ranks, and PEFT's models with them."""
     folder = tmp_path_factory.mktemp("adapters")
     return [
         (folder / str(n), toy.adapter(folder / str(n), n, r=4 + 4 * (n % 2), use_rslora=n == 3))
@@ -59,7 +59,7 @@ def named(number, folder, **options):
 
 
 def ask(llm, prompts, requests, count=NUM_TOKENS):
-    """Outputs of each prompt with its adapter."""
+    """Returns outputs of each prompt with its adapter."""
     return llm.generate(
         [{"prompt_token_ids": each} for each in prompts],
         greedy(count),

@@ -21,7 +21,7 @@ PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 def check(base, adapters, toy):
-    """Two adapters and none, in one batch of prompts that are longer and shorter than a step."""
+    """Checks two adapters and none in one batch of prompts longer and shorter than a step."""
     prompts = [prompt(70, 1), prompt(9, 2), prompt(30, 3)]
     models = [*(adapted for _, adapted in adapters), toy.model]
     expected = [
@@ -60,7 +60,7 @@ def test_experts_in_one_array_and_one_by_one(tmp_path):
 
 
 def by_expert(tensors, num_experts):
-    """An adapter of experts that lie in one array, as one of modules for each."""
+    """Splits an adapter of stacked experts into one module per expert."""
     found = {}
     for name, array in tensors.items():
         if ".experts." not in name or "lora_B" in name:

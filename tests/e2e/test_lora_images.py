@@ -26,7 +26,7 @@ TOWERS = {"gemma4": TEXT + r"|.*vision_tower.*\.q_proj\.linear"}  # whose linear
 
 
 def adapted(family, folder, seed, modules, to):
-    """Writes an adapter, and returns PEFT's model with it."""
+    """Writes an adapter; returns PEFT's model with it."""
     torch.manual_seed(seed)
     model = getattr(transformers, family.architecture).from_pretrained(folder, dtype=torch.float32)
     settings = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": modules}
@@ -36,7 +36,7 @@ def adapted(family, folder, seed, modules, to):
 
 
 def answers(model, folder, text, images):
-    """What transformers generates."""
+    """Generates with transformers."""
     inputs = processor(folder)(text=[text], images=[images], return_tensors="pt")
     lengths = {"max_new_tokens": NUM_TOKENS, "eos_token_id": NO_TOKEN}  # the end is a token as any
     with torch.inference_mode():

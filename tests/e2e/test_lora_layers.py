@@ -23,7 +23,7 @@ RANK, SCALE = 2, 2.0
 
 
 def write_adapter(model_path, folder, merged):
-    """An adapter in mlx-lm's form of all layers, and the model with it in its weights."""
+    """Writes an adapter of all layers in mlx-lm's form, and the merged model."""
     model = dense_model(model_path)
     layers = Updates(model, 1, RANK, mx.float32).layers
     tensors = {}

@@ -34,7 +34,7 @@ QUESTIONS = ("Q: the capital of France? A:", "Q: what is 3 and 3? A:", "Once upo
 
 
 class Tokens:
-    """A dataset of mlx-lm's trainer."""
+    """A dataset for mlx-lm's trainer."""
 
     def __init__(self, texts):
         self.texts = texts
@@ -50,7 +50,7 @@ class Tokens:
 
 
 def trained(model_path, texts, folder, iterations):
-    """Trains an adapter, writes it as mlx-lm does, and the model with it merged."""
+    """Trains an adapter; writes it as mlx-lm does, and the merged model."""
     mx.random.seed(1)
     model, _ = load_model(model_path)
     model.freeze()
@@ -77,7 +77,7 @@ def trained(model_path, texts, folder, iterations):
 
 
 def in_pefts_form(folder, target):
-    """An adapter of mlx-lm's as PEFT writes one."""
+    """Converts mlx-lm's adapter to PEFT's format."""
     tensors = {}
     for name, array in mx.load(str(folder / "adapters.safetensors")).items():
         module, _, matrix = name.rpartition(".")

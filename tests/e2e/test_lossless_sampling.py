@@ -52,7 +52,7 @@ UNUSUAL = {
 
 
 def random_weights(seed, config):
-    """Of a model whose logits spread by about 1.5 and depend on all the tokens before."""
+    """Makes weights whose logits spread by about 1.5 and depend on all earlier tokens."""
     mx.random.seed(seed)
     model = llama.Model(llama.ModelArgs.from_dict(config))
     large = ("self_attn", "lm_head")
@@ -94,14 +94,14 @@ def prompt(dense):
 
 @pytest.fixture(scope="module")
 def rows(dense, prompt):
-    """float32 [V, V, LENGTH, V]: the logits along each continuation, by its first two tokens."""
+    """Returns float32 [V, V, LENGTH, V] logits along each continuation, by its first two tokens."""
     firsts = np.ndindex(VOCAB, VOCAB)
     found = [dense.logits([*prompt, *first])[-LENGTH:] for first in firsts]
     return np.stack(found).reshape(VOCAB, VOCAB, LENGTH, VOCAB)
 
 
 def law_of(params, prompt, rows):
-    """float64 [V, V, V]: the probability of each continuation."""
+    """Returns float64 [V, V, V] probabilities of continuations."""
     law = np.ones((VOCAB,) * LENGTH)
     for first in np.ndindex(*law.shape[:-1]):
         laws = [distribution(row, params, prompt, first[:i]) for i, row in enumerate(rows[first])]
@@ -110,7 +110,7 @@ def law_of(params, prompt, rows):
 
 
 def counts_of(outputs):
-    """int64 [V, V, V]: how often each continuation came."""
+    """Returns int64 [V, V, V] counts of continuations."""
     counts = np.zeros((VOCAB,) * LENGTH, np.int64)
     for output in outputs:
         for continuation in output.outputs:
@@ -134,7 +134,7 @@ def suffix(folder):
 
 
 def draft_model(folder):
-    """Another model, of one layer, near enough to the target to be right at times."""
+    """Writes another one-layer model that is sometimes right."""
     config = CONFIG | {"num_hidden_layers": 1}
     weights = random_weights(3, CONFIG)
     near = {name: array for name, array in weights.items() if "layers.1" not in name}
@@ -168,7 +168,7 @@ def medusa(folder):
 
 
 def settings(speculation):
-    """Of an engine with such drafts; None: without."""
+    """Returns engine settings with these drafts; None: without."""
     options = {
         "skip_tokenizer_init": True,
         "max_model_len": 64,

@@ -57,7 +57,7 @@ def test_no_step_of_a_real_model_copies_the_pool(request, model):
 
 
 def write_llama(folder, layers, kv_heads, head_size, max_len=512, vocab_size=256):
-    """A random model: little to compute, and as much K/V as wanted."""
+    """Writes a random model with little computation and the given K/V size."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -88,12 +88,12 @@ def small(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def much_kv(tmp_path_factory):
-    """128 KiB of K/V a token."""
+    """A model with 128 KiB of K/V per token."""
     return write_llama(tmp_path_factory.mktemp("models") / "much_kv", 16, 8, 128)
 
 
 def settings(share, **options):
-    """Of an engine that measures its own pool, and takes so many bytes of this machine's."""
+    """Returns settings of an engine that sizes its pool, for this many bytes of the machine's."""
     return {
         "kv_cache_memory_bytes": None,
         "gpu_memory_utilization": share / psutil.virtual_memory().total,
@@ -109,12 +109,12 @@ def num_blocks(llm):
 
 
 def table_of(text):
-    """GiB by label."""
+    """Parses GiB by label."""
     return {label: float(n) for label, n in re.findall(r"^  (.+?) +(-?[\d.]+) GiB$", text, re.M)}
 
 
 def resident():
-    """This process's memory, less what malloc only has not given back yet."""
+    """Returns this process's memory without what malloc has not yet returned."""
     gc.collect()
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -163,7 +163,7 @@ def test_the_fiftieth_engine_of_a_real_model_gets_what_the_first_got(smollm2):
 
 @contextlib.contextmanager
 def highest_rss():
-    """The most that this process held while the block ran, in a list of one."""
+    """Measures this process's peak memory during the block, in a list of one."""
     highest, done = [0], threading.Event()
 
     def watch():
@@ -178,7 +178,7 @@ def highest_rss():
 
 
 def flood(model, share, num_prompts, prompt_len, **options):
-    """What MLX held at most, spare buffers too, and RSS's growth: every block is asked for."""
+    """Returns MLX's peak with spare buffers, and RSS growth, with every block in use."""
     with engine(model, **settings(share, **options)) as llm:  # what only a first engine takes
         generate(llm, [[1]], greedy(1, detokenize=False))
     before, active = resident(), mx.get_active_memory()
@@ -234,7 +234,7 @@ def test_prompt_logprobs_take_no_more_than_sampling(tmp_path, monkeypatch):
 
 
 def refusal(model, share, **options):
-    """What an engine that does not fit says."""
+    """Returns the error of an engine that does not fit."""
     with pytest.raises(BudgetError) as raised, engine(model, **settings(share, **options)):
         pass
     return str(raised.value)
@@ -286,7 +286,7 @@ def test_a_pool_beyond_the_share_is_used_with_a_warning(small, caplog_vllm):
 
 @pytest.fixture
 def caplog_vllm(caplog):
-    """Our loggers hang below vLLM's, which hands nothing on to the root."""
+    """Captures our logs, which vLLM's logger does not propagate."""
     logger = logging.getLogger("vllm_metal")
     logger.addHandler(caplog.handler)
     yield caplog

@@ -24,7 +24,7 @@ ROUNDED = 16 << 20  # up to a whole number of these is a peak rounded
 
 
 def found_by(worker):
-    """What a rank has and measures; called in its process."""
+    """Returns a rank's measurements; called in its process."""
     networks, config = worker.networks, worker.vllm_config
     run = partial(profile.profile_step, networks.target, networks.layers, config, SCATTER)
     run()  # what only a first one takes
@@ -39,7 +39,7 @@ def found_by(worker):
 
 
 def said_of(model, capsys, *shape):
-    """What `fit` says of each rank on this machine."""
+    """Returns `fit`'s estimates of each rank on this machine."""
     line = ["fit", model, "--json", "--context", str(LONGEST), "--max-num-seqs", str(REQUESTS)]
     line += ["--max-num-batched-tokens", str(ROWS)]
     main([*line, *shape, "--nnodes", "1"])

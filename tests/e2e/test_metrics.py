@@ -23,12 +23,12 @@ def serve(llm, prompts):
 
 
 def metrics(llm):
-    """By name the figures that are not of single requests."""
+    """Returns the metrics by name that are not per request."""
     return {metric.name: metric for metric in llm.get_metrics() if "metal" in metric.name}
 
 
 def by_kind():
-    """Device time by what it was for; vLLM's own reading of counters knows whole numbers only."""
+    """Returns device time by kind; vLLM's own counter reader only supports integers."""
     return {
         sample.labels["kind"]: sample.value
         for family in REGISTRY.collect()

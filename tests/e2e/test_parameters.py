@@ -23,7 +23,7 @@ def llm(short):
 
 @pytest.fixture(scope="module")
 def answer(llm, short):
-    """Asks the engine, as its server does: all outputs of a request, by step."""
+    """Sends a request as the server does; returns all its outputs by step."""
     prompt = text_tokens(short)[:40]
     numbers = iter(range(1000))
 
@@ -53,7 +53,7 @@ def answer(llm, short):
 
 
 def letters(answer):
-    """A few letters within the plain answer."""
+    """Returns a few letters of the plain answer."""
     return answer.plain.text[4:7]
 
 

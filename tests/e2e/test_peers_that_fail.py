@@ -34,20 +34,20 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def alone(tiny, prompts):
-    """Tokens of each."""
+    """Returns each prompt's tokens."""
     with role_engine(tiny, None) as one:
         return [decode(one, prompt).tokens for prompt in prompts]
 
 
 def timed(llm, prompt):
-    """What came of a prompt, and the seconds that it took."""
+    """Returns a prompt's result and its seconds."""
     began = time.monotonic()
     found = decode(llm, prompt)
     return found, time.monotonic() - began
 
 
 def computing(llm):
-    """The least seconds of a prompt that nobody has, so that this engine computes it itself."""
+    """Returns the minimum seconds of a prompt that this engine computes itself."""
     rng, times = np.random.default_rng(6), []
     for _ in range(4):
         found, took = timed(llm, rng.integers(2, VOCAB, 100).tolist())
@@ -57,7 +57,7 @@ def computing(llm):
 
 
 def check_computed(answered, expected, alone_s, what):
-    """A request has the expected tokens, and is not late; what came of it."""
+    """Asserts that a request has the expected tokens in time; returns its result."""
     found, took = answered
     print(f"{what}: {took - alone_s:+.2f} s over {alone_s:.2f} s")
     assert found.tokens == expected
@@ -67,14 +67,14 @@ def check_computed(answered, expected, alone_s, what):
 
 @pytest.fixture
 def pair(tiny):
-    """Two engines that may do either, of which the second asks the first."""
+    """Two engines with both roles; the second one asks the first."""
     port = free_port()
     with producer(tiny, port, role="kv_both") as p, consumer(tiny, port, role="kv_both") as d:
         yield p, d
 
 
 def check(p, d, prompts, alone, trouble):
-    """The second asks the first until there is trouble; then it computes, and is not late."""
+    """Makes the second engine pull until a failure; then it computes in time."""
     alone_s = computing(d)
     for prompt in prompts:
         prefill(p, prompt)
@@ -98,7 +98,7 @@ def it_dies(p):
 
 @contextmanager
 def hanging(method):
-    """Servers of pages never come back from a method."""
+    """Makes a method of page servers hang."""
     with pytest.MonkeyPatch.context() as patch:
         ends = threading.Event()
         patch.setattr(PageServer, method, lambda *_: ends.wait())
@@ -118,7 +118,7 @@ def it_sends_no_page(p):
 
 @contextmanager
 def it_trickles(p):
-    """A byte every 50 ms."""
+    """Sends a byte every 50 ms."""
 
     def trickle(self, link, *_):
         for _ in range(200):
@@ -172,7 +172,7 @@ def test_a_port_that_accepts_and_says_nothing(tiny, prompts, alone):
 
 
 def copied(source, target, change):
-    """A model whose weights were changed; returns its folder."""
+    """Copies a model with changed weights; returns its folder."""
     shutil.copytree(source, target)
     weights = mx.load(str(target / "model.safetensors"))
     change(weights)
@@ -181,7 +181,7 @@ def copied(source, target, change):
 
 
 def other_projection(weights):
-    """K of the first layer of other weights, so that K/V and with them tokens are others."""
+    """Changes K of the first layer, and so the tokens."""
     name = "model.layers.0.self_attn.k_proj.weight"
     weights[name] = weights[name][::-1]
 
@@ -256,7 +256,7 @@ def test_tenants_find_their_pages_where_the_tenants_secret_is_the_same(
 
 
 def asks_for(llm, prompt, expected):
-    """Whether an engine that has not computed a prompt gets it from others."""
+    """Returns whether an engine gets an uncomputed prompt from others."""
     found = decode(llm, prompt)
     assert found.tokens == expected
     assert llm.reset_prefix_cache()

@@ -83,7 +83,7 @@ def sampled(seed, **options):
 
 
 def generated(llm, asked, params):
-    """Tokens, and why generation stopped, of requests that are sent at once."""
+    """Returns tokens and stop reasons of requests sent at once."""
     outputs = llm.generate(
         [{"prompt_token_ids": prompt} for prompt in asked], params, use_tqdm=False
     )

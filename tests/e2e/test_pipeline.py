@@ -24,7 +24,7 @@ LOOKED_UP = {"ngram": {"prompt_lookup_max": 3, "prompt_lookup_min": 1}, "suffix"
 
 
 def drafts_of(method):
-    """An engine's options: three drafts of each request, whatever becomes of them."""
+    """Returns options for three unconditional drafts per request."""
     return {
         "speculative_config": {"method": method, "num_speculative_tokens": 3} | LOOKED_UP[method],
         "additional_config": {"fixed_draft_length": True},
@@ -32,7 +32,7 @@ def drafts_of(method):
 
 
 def serve_and_check(model, size, prompts, max_tokens=MAX_TOKENS, tie=None, **options):
-    """Serves the prompts twice, checks every output, and returns the counters of both passes."""
+    """Serves the prompts twice, checks every output; returns counters of both passes."""
     dense = Dense(model) if tie is None else Dense(model, tie)
     settings = {"max_num_seqs": 16, "max_num_batched_tokens": 64} | options
     with engine(model, pipeline_parallel_size=size, **settings) as llm:
@@ -46,7 +46,7 @@ def check_hits_and_preemptions(seen):
 
 
 def check_drafts(seen):
-    """In each pass some drafts were kept, and others not."""
+    """Asserts that some drafts were accepted and some rejected in each pass."""
     before = (0, 0)
     for counted in seen:
         drafted, accepted = (

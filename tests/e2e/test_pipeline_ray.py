@@ -31,7 +31,7 @@ PROMPTS = [[3 + (each * 7 + place) % (VOCAB - 3) for place in range(200)] for ea
 
 
 def ranks(server):
-    """Processes of the ranks, by what their lines in the server's log begin with."""
+    """Returns the rank processes by their log prefixes."""
     found = re.findall(r"\(Worker_PP(\d) pid=(\d+)\)", server.log.read_text())
     return {int(rank): psutil.Process(int(pid)) for rank, pid in found}
 
@@ -50,7 +50,7 @@ def ask(server, prompt, **more):
 
 
 def check_tokens(server, dense):
-    """Several at once, and each once more, whose prompt is in the cache then."""
+    """Checks concurrent requests, and each again with a cached prompt."""
     for _ in range(2):
         with ThreadPoolExecutor(len(PROMPTS)) as pool:
             answers = list(pool.map(partial(ask, server), PROMPTS))
@@ -60,7 +60,7 @@ def check_tokens(server, dense):
 
 
 def seconds_until_an_error(server, break_it):
-    """How long a client waits for an error, once its stream has begun."""
+    """Returns the time until a streaming client gets an error."""
     asked = {"prompt": PROMPTS[0], "max_tokens": 700, "temperature": 0}
     asked["extra_body"] = {"ignore_eos": True}
     with server.client() as client:

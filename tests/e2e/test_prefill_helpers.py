@@ -37,7 +37,7 @@ _START_S = 60.0
 
 @dataclass(frozen=True)
 class Proxied:
-    """The servers, and the address of the proxy before them."""
+    """The servers, and the address of their proxy."""
 
     model: str
     helpers: tuple[Server, Server]
@@ -45,19 +45,19 @@ class Proxied:
     url: str
 
     def status(self) -> list[dict]:
-        """What the proxy says of its helpers."""
+        """Returns the proxy's status of its helpers."""
         with urllib.request.urlopen(f"{self.url}/status", timeout=30) as reply:
             return json.load(reply)["helpers"]
 
     @property
     def pulled(self) -> float:
-        """Prompt tokens that came from a helper, as the server that answers counts them."""
+        """Returns the decode server's count of prompt tokens from helpers."""
         return self.decode.metric("vllm:prompt_tokens_cached_by_source_total", source="p2p")
 
 
 @contextmanager
 def proxy(helpers: tuple[Server, ...], decode: Server, log: Path) -> Iterator[str]:
-    """The address of the example's proxy, which runs until the block ends."""
+    """Runs the example's proxy until the block ends; yields its address."""
     port = free_port()
     command = [sys.executable, str(PROXY), "--port", str(port), "--decode", decode.url]
     command += ["--shortest", str(SHORTEST)]
@@ -104,7 +104,7 @@ def proxied(tmp_path_factory) -> Iterator[Proxied]:
 
 
 def complete(url: str, prompt: list[int], stream: bool = False) -> list[int]:
-    """Tokens of a greedy answer."""
+    """Returns a greedy answer's tokens."""
     body = {"model": "toy", "prompt": prompt, "max_tokens": ANSWER, "temperature": 0}
     body |= {"ignore_eos": True, "stream": stream, "return_token_ids": True}
     asked = urllib.request.Request(
@@ -123,12 +123,12 @@ def prompts(count: int, seed: int, length: int = PROMPT) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def dense(proxied) -> Dense:
-    """The judge of all answers: mlx-lm's own model."""
+    """mlx-lm's own model, which judges all answers."""
     return Dense(proxied.model)
 
 
 def ask(proxied: Proxied, given: list[list[int]], dense: Dense, stream: bool = False) -> None:
-    """Asks for all at once, and checks the answers."""
+    """Sends all prompts at once and checks the answers."""
     with ThreadPoolExecutor(len(given)) as threads:
         answers = list(threads.map(lambda each: complete(proxied.url, each, stream), given))
     for prompt, answer in zip(given, answers, strict=True):

@@ -7,7 +7,7 @@ from vllm import TokensPrompt
 
 
 def run(llm, prompts, salt=None):
-    """Generated tokens and cached-token counts."""
+    """Returns generated tokens and cached-token counts."""
     inputs = [
         TokensPrompt(prompt_token_ids=prompt, **({"cache_salt": salt} if salt else {}))
         for prompt in prompts

@@ -33,7 +33,7 @@ def client(server):
 
 
 def missed(client, messages, salt, **options):
-    """Cached tokens of a chat, and what its header says by name; the cause is "cause"."""
+    """Returns a chat's cached tokens, and its header as fields; the cause is "cause"."""
     settings = {"messages": messages, "temperature": 0, "max_tokens": 1, **options}
     reply = client.chat.completions.with_raw_response.create(
         model="smollm2", extra_body={"cache_salt": salt}, **settings
@@ -112,7 +112,7 @@ ASKED = {"Prefix-Cache-Miss": "usage"}
 
 
 def system(hour, name):
-    """A first line that changes with the hour, before some hundred tokens."""
+    """Makes a first line that changes with the hour, before some hundred tokens."""
     return f"{name}, {hour}:12:13: {RULES}"[:500]
 
 

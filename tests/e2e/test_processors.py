@@ -41,7 +41,7 @@ emulated = pytest.mark.skipif(
 
 
 def reporting(folder, **variables):
-    """The environment of a process that reports into a folder, as all that it starts do."""
+    """Returns the environment of a process that reports into a folder, with its children."""
     folder.mkdir()
     found = [str(HERE / "reporting"), os.environ.get("PYTHONPATH", ""), str(HERE.parents[1])]
     paths = {"PYTHONPATH": os.pathsep.join(filter(None, found)), "VLLM_METAL_DEVICE": "cpu"}
@@ -53,7 +53,7 @@ def reports(folder):
 
 
 def emulator(folder):
-    """A Python whose processor is a Haswell: one of 2013, with AVX2."""
+    """Makes a Python that runs on an emulated Haswell (2013, AVX2)."""
     script = folder / "python"
     script.write_text(f'#!/bin/sh\nexec {QEMU} -cpu Haswell {sys.executable} "$@"\n')
     script.chmod(0o755)
@@ -73,7 +73,7 @@ def complete(server):
 
 
 def ask_all(folder):
-    """Has every process that reported and is still there report anew."""
+    """Makes every reporting process that still runs report again."""
     before = time.time()
     running_engines = [path for path in folder.glob("*[0-9]") if Path("/proc", path.name).exists()]
     for path in running_engines:

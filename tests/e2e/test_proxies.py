@@ -43,7 +43,7 @@ PROMPT_CHARS = 700
 
 @dataclass(frozen=True)
 class Pair:
-    """Two servers that ask each other for K/V, and one that is alone."""
+    """Two servers that pull K/V from each other, and a single one."""
 
     prefill: Server
     decode: Server
@@ -76,7 +76,7 @@ def pair(smollm2, tmp_path_factory) -> Iterator[Pair]:
 
 
 def of_vllm(name: str) -> Path:
-    """One of vLLM's proxies."""
+    """Returns one of vLLM's proxies."""
     try:
         return archive.file(name)
     except archive.UnavailableError as error:
@@ -85,7 +85,7 @@ def of_vllm(name: str) -> Path:
 
 @contextmanager
 def proxy(script: Path, arguments: list[str], health: str, log: Path) -> Iterator[openai.OpenAI]:
-    """A client of a proxy, which runs until the block ends."""
+    """Runs a proxy until the block ends; yields a client of it."""
     port = free_port()
     command = [sys.executable, str(script), "--port", str(port), *arguments]
     with log.open("w") as output:
@@ -117,7 +117,7 @@ def host_and_port(server: Server) -> list[str]:
 
 
 def instances(pair: Pair) -> list[str]:
-    """The two servers as toy_proxy_server.py and disagg_proxy_multiturn.py take them."""
+    """Returns the two servers as options of vLLM's toy and multi-turn proxies."""
     arguments = []
     for role, server in (("prefiller", pair.prefill), ("decoder", pair.decode)):
         host, port = host_and_port(server)

@@ -57,7 +57,7 @@ SLOW = [
 
 
 def prompts_of():
-    """Of 1 to 60 tokens; some begin alike, in two blocks, and most repeat themselves."""
+    """Makes prompts of 1 to 60 tokens; some share two blocks, most are repetitive."""
     rng = np.random.default_rng(1)
     shared = rng.integers(3, VOCAB, 40).tolist()
     own = [rng.integers(3, VOCAB, n).tolist() for n in (11, 4, 20, 29, 1)]
@@ -81,12 +81,12 @@ def leave_few_blocks(llm, prompt, params):
 
 
 def table(of_tokens):
-    """[T, V] of vLLM's dictionaries by token."""
+    """Converts vLLM's dictionaries by token to [T, V]."""
     return np.array([[row[token].logprob for token in range(VOCAB)] for row in of_tokens])
 
 
 def farthest(model, outputs, of_prompt):
-    """The largest difference of any log-probability, and the tokens that transformers expects."""
+    """Returns the largest log-probability difference, and transformers' tokens."""
     worst, expected = 0.0, []
     for output in outputs:
         tokens = output.outputs[0].token_ids

@@ -45,7 +45,7 @@ ROUNDED = ["fp8 blocks of 128"]
 
 
 def written(form: str, folder: Path) -> tuple[str, Any]:
-    """What is served, and transformers' model of its values."""
+    """Writes the model; returns transformers' model of its values."""
     if form == "gpt-oss":
         return str(folder), reference_of_gpt_oss(folder)
     if form != "GGUF":
@@ -59,7 +59,7 @@ def written(form: str, folder: Path) -> tuple[str, Any]:
 
 
 def round_linears(reference: Any) -> None:
-    """Rounds what was quantized to 256 equal steps from the least of 64 weights to the most."""
+    """Rounds quantized weights to 256 equal steps per group of 64."""
     for name, module in reference.named_modules():
         if isinstance(module, torch.nn.Linear) and not any(part in name for part in DENSE):
             groups = module.weight.data.unflatten(1, (-1, 64))
@@ -69,14 +69,14 @@ def round_linears(reference: Any) -> None:
 
 
 def prompts_of(count: int = 4) -> list[list[int]]:
-    """Prompts of which all begin alike, in two blocks."""
+    """Makes prompts that all share two blocks."""
     rng = np.random.default_rng(3)
     shared = rng.integers(3, VOCAB, 40).tolist()
     return [shared + rng.integers(3, VOCAB, 3 + 5 * n).tolist() for n in range(count)]
 
 
 def check(reference: Any, prompts: list[list[int]], answers: list[list[int]], tie: float) -> None:
-    """Asserts that each token is the likeliest by transformers, after what precedes it."""
+    """Asserts that each token is transformers' likeliest after its predecessors."""
     seen = set()
     for prompt, answer in zip(prompts, answers, strict=True):
         (rows,) = log_probabilities(reference, [[*prompt, *answer][:-1]])

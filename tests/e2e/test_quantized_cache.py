@@ -30,7 +30,7 @@ TIE = 0.05
 
 
 def held(rows, cache):
-    """[..., D] as a cache of codes holds them: torch's conversions, a row's best bfloat16 scale."""
+    """Quantizes and dequantizes [..., D] rows with torch and the best bfloat16 scale per row."""
     values = torch.from_numpy(np.array(rows))
     choices = []
     for top in TOP_CODES[cache]:
@@ -44,7 +44,7 @@ def held(rows, cache):
 
 
 class Holding:
-    """One of mlx-lm's caches, of what is `held` of each row."""
+    """One of mlx-lm's caches with `held` applied to each row."""
 
     def __init__(self, inner, cache):
         self._inner, self._cache = inner, cache
@@ -70,7 +70,7 @@ class QuantizedDense(Dense):
 
 
 def serve(model, prompts, max_tokens, passes=1, **options):
-    """Tokens and counters of each pass."""
+    """Returns tokens and counters of each pass."""
     found = []
     with engine(model, **options) as llm:
         for _ in range(passes):

@@ -19,7 +19,7 @@ METHODS = (None, "ngram", "draft_model", "suffix")
 
 @dataclass
 class Script:
-    """A session as it is to be played; a plain request is one of a single turn."""
+    """A planned session; a plain request has a single turn."""
 
     turns: list[list[int]]
     begins: int  # step
@@ -57,7 +57,7 @@ def draw(rng, llm, count):
 
 
 def send_due(script, step):
-    """Sends what is due at a step; whether the script is over."""
+    """Sends what is due at a step; returns whether the script is over."""
     session = script.session
     if script.over or step < script.begins:
         return script.over

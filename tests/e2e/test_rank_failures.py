@@ -30,7 +30,7 @@ def test_ranks_that_are_killed_or_hang(tiny, tmp_path, shape, number):
 
 
 def _end(server, number, rank):
-    """Sends a rank a signal while four clients wait for answers."""
+    """Signals a rank while four clients wait for answers."""
     waiting = ranks.clients(server)
     everyone = psutil.Process(server.process.pid).children(recursive=True)
     of_ranks = ranks.workers(server)

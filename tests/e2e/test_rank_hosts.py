@@ -77,7 +77,7 @@ def test_the_rank_of_one_host_is_killed(model, tmp_path, shape, killed):
 
 
 def _refused(pair, models, shape, folder, environments=({}, {})):
-    """What each of both says of the difference; neither starts."""
+    """Returns both hosts' errors about the difference; neither starts."""
     with ranks.on_two_hosts(models, pair, shape, folder, environments) as (_, processes):
         for process in processes:
             assert process.wait(600) != 0

@@ -17,7 +17,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
 def refuse_by_prompt(monkeypatch):
-    """The sampler raises for prompts with the mark, once it has taken in half of the request."""
+    """Makes the sampler raise for marked prompts, halfway through adding them."""
     add = Sampler.add_request
 
     def add_request(self, req_idx, params, prompt, output):
@@ -40,7 +40,7 @@ def refuse_by_speculator(monkeypatch):
 
 
 def refuse_by_length(monkeypatch):
-    """The tables of blocks have no room for a request of 48 tokens or more."""
+    """Makes block tables too small for requests of 48 tokens or more."""
     replace = BlockTables.replace
 
     def replace_blocks(self, req_idx, block_ids):

@@ -32,7 +32,7 @@ def pair():
 
 @pytest.fixture
 def model(request, short, tmp_path):
-    """A folder, and prompts: half of them share a beginning with others."""
+    """A model folder, and prompts of which half share a prefix."""
     if request.param == "experts":
         tokens = np.random.default_rng(7).integers(2, VOCAB, 2000).tolist()
         return write_experts(tmp_path / "experts"), make_prompts(tokens, 64, 400)
@@ -79,7 +79,7 @@ def test_two_hosts_answer_as_one_process(model, speculation, environment, tmp_pa
 
 
 def stream(server):
-    """Asks for a long answer; returns the error it ends with, and when it came."""
+    """Requests a long answer; returns its final error and the time."""
     with server.client() as client:
         try:
             chunks = client.completions.create(
@@ -142,7 +142,7 @@ def test_a_rank_that_computes_otherwise_keeps_the_server_from_starting(tiny_long
 
 @pytest.fixture
 def tiny_long(tmp_path):
-    """A model whose answers take longer than a fault to be noticed."""
+    """A model with answers longer than the detection of a failure."""
     folder = Path(write_experts(tmp_path / "long"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))

@@ -43,7 +43,7 @@ def call(server: Server, method: str, path: str) -> bytes:
 
 
 def held(log: Path) -> int:
-    """Resident bytes of the engine that writes to a log."""
+    """Returns the resident bytes of the engine that writes to a log."""
     found = re.search(r"^\(EngineCore\w* pid=(\d+)\)", log.read_text(), re.MULTILINE)
     assert found is not None
     return psutil.Process(int(found[1])).memory_info().rss

@@ -90,7 +90,7 @@ def test_json_schema_bias_bad_words_and_min_tokens(short):
 
 
 def contains(token_ids, sequence):
-    """Whether `sequence` occurs in the tokens."""
+    """Returns whether `sequence` occurs in the tokens."""
     length = len(sequence)
     return any(list(token_ids[i : i + length]) == sequence for i in range(len(token_ids)))
 

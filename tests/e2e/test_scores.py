@@ -25,7 +25,7 @@ RERANKER = {
 
 
 def last_logits(model, token_ids):
-    """[n, V or labels] behind the last token of each text, one text at a time."""
+    """Returns [n, V or labels] after the last token of each text, one at a time."""
     with torch.no_grad():
         found = [model(torch.tensor([ids])).logits[0] for ids in token_ids]
     return torch.stack([each[-1] if each.ndim == 2 else each for each in found])

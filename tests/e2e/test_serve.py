@@ -43,13 +43,13 @@ def client(server):
 
 
 def chat(client, **options):
-    """A greedy answer to QUESTION, unless `options` say otherwise."""
+    """Returns a greedy answer to QUESTION, unless `options` differ."""
     settings = {"messages": [QUESTION], "temperature": 0, "max_tokens": 32}
     return client.chat.completions.create(model="smollm2", **(settings | options))
 
 
 def complete(client, prompt, **options):
-    """A greedy completion, unless `options` say otherwise."""
+    """Returns a greedy completion, unless `options` differ."""
     settings = {"temperature": 0, "max_tokens": 8}
     return client.completions.create(model="smollm2", prompt=prompt, **(settings | options))
 
@@ -299,7 +299,7 @@ def test_a_start_without_a_model_says_which(tmp_path):
 
 
 def printed(*arguments):
-    """What a command of vLLM's prints, which ends well."""
+    """Returns the output of a vLLM command that succeeds."""
     command = [sys.executable, *VLLM, *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     return done.stdout

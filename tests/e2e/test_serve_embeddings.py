@@ -37,7 +37,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def embedder(model, tmp_path_factory):
-    """Sleeps after two seconds without a request."""
+    """A server that sleeps after two seconds without a request."""
     more = ("--hf-overrides", json.dumps({"is_matryoshka": True}))
     more += ("--additional-config", json.dumps({"idle_sleep": 2.0}))
     more += ("--kv-cache-memory-bytes", str(16 << 20))

@@ -29,7 +29,7 @@ def toy(tmp_path_factory):
 
 
 def write_tokenizer(folder):
-    """A tokenizer of words, one a token."""
+    """Writes a tokenizer with one token per word."""
     words = {f"t{token}": token for token in range(VOCAB)}
     tokenizer = Tokenizer(WordLevel(words, "t0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -58,7 +58,7 @@ def server(toy, adapters, tmp_path_factory):
 
 
 def post(server, route, **body):
-    """Status and text of an answer."""
+    """Returns an answer's status and text."""
     asked = urllib.request.Request(
         f"{server.url}/v1/{route}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
@@ -70,7 +70,7 @@ def post(server, route, **body):
 
 
 def complete(client, model, count=NUM_TOKENS):
-    """Greedy tokens of a model, or of an adapter."""
+    """Returns greedy tokens of a model or an adapter."""
     answer = client.completions.create(
         model=model,
         prompt=PROMPT,

@@ -44,7 +44,7 @@ def prompt(smollm2):
 
 
 def stream(server, prompt, num_tokens=24):
-    """Token ids that a stream gave, and how many of the prompt were cached."""
+    """Returns a stream's token ids, and the number of cached prompt tokens."""
     with server.client() as client:
         chunks = list(
             client.completions.create(

@@ -41,7 +41,7 @@ def keys(folder):
 
 
 def launchd_starts_again(status):
-    """launchd.plist(5): always where KeepAlive is true; else as SuccessfulExit says."""
+    """Returns whether KeepAlive restarts it (launchd.plist(5)), by SuccessfulExit."""
     keep_alive = plistlib.loads(PLIST.read_bytes())["KeepAlive"]
     if isinstance(keep_alive, bool):
         return keep_alive
@@ -53,7 +53,7 @@ def ask(running):
 
 
 def stream(running, **fields):
-    """Chunks of a stream, until it ends in any way."""
+    """Yields a stream's chunks until it ends in any way."""
     asked = {"model": "m", "prompt": "Once", "stream": True, "ignore_eos": True, "temperature": 0}
     key = {"Authorization": f"Bearer {running.keys['acme']}"}
     with (
@@ -102,7 +102,7 @@ def test_an_engine_whose_server_is_killed_ends(long_texts, folder, keys):
 
 
 def stop_amid_a_stream(running):
-    """The stream is computed to its end, and new requests are turned away meanwhile."""
+    """Checks that the stream completes while new requests are rejected."""
     with ThreadPoolExecutor() as pool:
         chunks = stream(running, max_tokens=LONG)
         next(chunks)

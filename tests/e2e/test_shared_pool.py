@@ -20,14 +20,14 @@ def prompt_of(length, seed=8):
 
 @pytest.fixture(scope="module")
 def pair(tiny):
-    """Two replicas; a test leaves them without requests."""
+    """Two replicas, idle after each test."""
     with Replicas(tiny, 2) as engines:
         yield engines
 
 
 @pytest.fixture(autouse=True)
 def clean(request):
-    """No block is held for a peer that has got what it wanted: a reset needs all to be free."""
+    """Asserts that no block is held for a peer: a reset needs all blocks free."""
     yield
     if "pair" in request.fixturenames:
         engines = request.getfixturevalue("pair")
@@ -168,7 +168,7 @@ def test_a_page_that_goes_between_the_answer_and_the_fetch_is_computed(tiny, mon
 
 
 def check_models(model, prompts, expected, **options):
-    """Two replicas, each prompt at both, one after the other; how many pages went over."""
+    """Sends each prompt to both replicas in turn; returns the number of transferred pages."""
     pulled = 0
     with Replicas(model, 2, **options) as pair:
         for index, (prompt, tokens) in enumerate(zip(prompts, expected, strict=True)):

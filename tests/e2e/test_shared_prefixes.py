@@ -12,7 +12,7 @@ BLOCK = 16
 
 
 def trace(number):
-    """Each of the prefixes 1.5 × number times, one after another, each time with a question."""
+    """Returns each prefix 1.5 × number times, each time with a new question."""
     rng = np.random.default_rng(8)
     prefixes = rng.integers(2, VOCAB, (PREFIXES, PREFIX))
     return [
@@ -23,7 +23,7 @@ def trace(number):
 
 
 def play(model, prompts, number, share, **options):
-    """Requests dealt out in turns: the share of their tokens that was cached, and the answers."""
+    """Sends requests round robin; returns the cached share of tokens and the answers."""
     with Replicas(model, number, share, **options) as replicas:
         found = [replicas.ask(turn % number, prompt, ANSWER) for turn, prompt in enumerate(prompts)]
     cached = sum(each.cached for each in found) / sum(map(len, prompts))

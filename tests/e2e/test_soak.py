@@ -22,7 +22,7 @@ TOLERANCE = 32 << 20
 
 
 def make_prompts():
-    """Prompts of 16 to 200 tokens, of which many share their beginning."""
+    """Makes prompts of 16 to 200 tokens, many with shared prefixes."""
     rng = np.random.default_rng(11)
     stems = [rng.integers(2, VOCAB, 120).tolist() for _ in range(6)]
     prompts = []
@@ -33,7 +33,7 @@ def make_prompts():
 
 
 async def play(server, prompts, deadline):
-    """Answers by prompt, as many as there was time for; and the servers' memory by the second."""
+    """Returns answers by prompt until the deadline, and the servers' memory per second."""
     answers = [set() for _ in prompts]
     asked, memory = iter(range(10**9)), []
     client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)

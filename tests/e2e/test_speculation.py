@@ -31,7 +31,7 @@ def dense(smollm2):
 
 @pytest.fixture(scope="module")
 def fitted(smollm2, tmp_path_factory):
-    """Heads on the model's hidden states, right at times."""
+    """Heads on the model's hidden states that are sometimes right."""
     return FittedHeads(smollm2, text_tokens(smollm2)[:2048], tmp_path_factory.mktemp("heads"))
 
 
@@ -43,7 +43,7 @@ def lookup(num_drafts, method="ngram_gpu"):
 
 
 def serve_and_check(model, dense, prompts, speculative_config, **options):
-    """Serves the prompts twice and checks every output; counters after each pass."""
+    """Serves the prompts twice and checks every output; returns counters per pass."""
     with engine(
         model,
         max_model_len=256,
@@ -141,7 +141,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(tiny, tiny_text, async
 
 
 class Script:
-    """Proposes what follows in a text whose greedy continuation is known, the first few right."""
+    """Proposes a known text's greedy continuation, with the first few tokens right."""
 
     def __init__(self, text, vocab_size):
         self._text, self._vocab_size = text, vocab_size
@@ -162,7 +162,7 @@ class Script:
 
 @pytest.fixture
 def script(tiny, tiny_text, monkeypatch):
-    """In place of prompt lookup; with it a text that goes on as greedy decoding would."""
+    """Replaces prompt lookup; provides a text with a known greedy continuation."""
     dense, text = Dense(tiny), tiny_text[:15]
     while len(text) < 48:
         text.append(int(dense.logits(text)[-1].argmax()))

@@ -20,7 +20,7 @@ MOST, LONG = 256, 400  # tokens of a step, of a prompt
 
 
 class Played:
-    """An engine, what each of its steps had, and a clock that they turn."""
+    """An engine, the contents of its steps, and a clock that they advance."""
 
     def __init__(self, llm, monkeypatch) -> None:
         self._engine = llm.llm_engine
@@ -51,7 +51,7 @@ class Played:
             self.texts[output.request_id] = list(output.outputs[0].token_ids)
 
     def until(self, name, num_tokens=1) -> list[dict[str, int]]:
-        """Steps until a request has so many tokens; those that ended meanwhile."""
+        """Steps until a request has `num_tokens` tokens; returns the ended requests."""
         before = len(self.steps)
         while len(self.texts.get(name, ())) < num_tokens:
             self.step()
@@ -74,7 +74,7 @@ def prompts(count, length=LONG):
 
 
 def beside_a_stream(play, kind=RequestOutputKind.CUMULATIVE):
-    """Steps of two long prompts, one after the other, while a request decodes."""
+    """Returns the steps of two consecutive long prompts beside a decoding request."""
     first, *others = prompts(3)
     play.add("stream", first[:40], 160, kind)
     for _ in range(8):

@@ -50,7 +50,7 @@ QUICK, ALL = 1, 300
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Folders of models, each written once."""
+    """Model folders, each written once."""
     folder = tmp_path_factory.mktemp("large-states")
 
     def write(name, index):
@@ -66,7 +66,7 @@ def written(tmp_path_factory):
 
 
 def prompts_of(rng, count, longest):
-    """Texts that repeat themselves, so that drafts are found."""
+    """Makes repetitive texts, so that drafts are found."""
     found = []
     for _ in range(count):
         period = rng.integers(3, VOCAB, int(rng.integers(2, 8))).tolist()
@@ -76,7 +76,7 @@ def prompts_of(rng, count, longest):
 
 @pytest.fixture(scope="module")
 def ratios():
-    """Peak by limit of each setting that is played; printed at the end."""
+    """Ratio of peak to limit per setting; printed at the end."""
     found = {}
     yield found
     if found:

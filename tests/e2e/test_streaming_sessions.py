@@ -38,7 +38,7 @@ NGRAM = {
 
 
 def scripts_of(count, seed=0):
-    """Turns of some sessions; the first ones of two begin alike, and turns repeat themselves."""
+    """Makes session turns; two sessions share a prefix, and turns are repetitive."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(2, VOCAB, 36).tolist()
     found = []

@@ -148,7 +148,7 @@ def test_a_repeat_gets_what_was_said_in_the_form_it_wants(tenants, case):
 
 
 def said(stream):
-    """Text, log-probabilities, tokens and end of each choice of a stream."""
+    """Returns text, log-probabilities, tokens and end of each choice of a stream."""
     found = {}
     for chunk in stream:
         for choice in chunk["choices"]:
@@ -240,7 +240,7 @@ def test_other_apis_and_routes_answer(tenants):
 
 
 def raw(url, request):
-    """The first line of what a server answers to bytes."""
+    """Returns the first line of a server's answer to raw bytes."""
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname, parts.port), 30) as connection:
         connection.sendall(request)
@@ -336,7 +336,7 @@ def test_a_tenants_requests_and_tokens_are_counted(tenants):
 
 @pytest.fixture
 def command(folder, monkeypatch, capsys):
-    """Runs `vllm-metal` with the server's settings; returns what it prints."""
+    """Runs `vllm-metal` with the server's settings; returns its output."""
     monkeypatch.setenv("VLLM_METAL_SERVING_CONFIG", str(folder / "serving.toml"))
 
     def run(*arguments):
@@ -479,7 +479,7 @@ def test_after_kill_9_answers_and_blocks_are_there_for_their_tenant(long_texts, 
 
 
 def num_files(folder):
-    """Files in tenants' folders."""
+    """Returns the number of files in tenants' folders."""
     return sum(path.is_file() for each in folder.rglob("tenant-*") for path in each.rglob("*"))
 
 

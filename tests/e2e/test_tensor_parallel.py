@@ -28,7 +28,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch):
-    """The engine; its workers are spawned."""
+    """Runs the engine in this process; its workers are spawned."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
@@ -38,12 +38,12 @@ def prompts_of(count, longest=120):
 
 
 def weights(worker):
-    """Bytes that a rank has of the model; called in its process."""
+    """Returns a rank's bytes of the model; called in its process."""
     return weight_bytes(worker.get_model())
 
 
 def serve_cold_and_warm(llm, dense, prompts):
-    """Serves the prompts twice, checks every token, and returns the counters of both passes."""
+    """Serves the prompts twice, checks every token; returns counters of both passes."""
     cold, warm = checked_passes(llm, dense, prompts, MAX_TOKENS)
     assert cold["vllm:num_preemptions"] > 0
     assert warm["vllm:prefix_cache_hits"] > cold["vllm:prefix_cache_hits"] > 0

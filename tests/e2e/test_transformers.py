@@ -23,7 +23,7 @@ MORE = ("qwen3_next", "deepseek_v3")
 
 @dataclass
 class Transformers(Dense):
-    """transformers' forward of a whole text as judge of greedy tokens."""
+    """transformers' forward of a whole text, to judge greedy tokens."""
 
     def __post_init__(self) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(self.path, dtype=torch.float32).eval()

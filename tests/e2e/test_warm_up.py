@@ -21,7 +21,7 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 @pytest.fixture
 def traced(monkeypatch):
-    """How often MLX was given a function to trace, by its module."""
+    """Number of functions that MLX was asked to trace, by module."""
     found, compile = Counter(), mx.compile
 
     def counting(function, *arguments, **options):
@@ -35,7 +35,7 @@ def traced(monkeypatch):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The number of rows of each step."""
+    """Number of rows in each step."""
     found, forward = [], ModelRunner.forward
 
     def noting(self, scheduler_output):
@@ -47,7 +47,7 @@ def steps(monkeypatch):
 
 
 def holds_nothing(llm):
-    """Whether no request is known, all blocks are free, and those that were used are zero."""
+    """Returns whether no request is known, and all blocks are free and zero."""
     worker = worker_of(llm)
     pool = worker.runner.runner.layers.pool_arrays()
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -149,7 +149,7 @@ def test_what_the_model_asks_of_sampling_is_what_is_sampled(tiny, monkeypatch):
 
 
 class Choosy(LogitsProcessor):
-    """A user's, which fails where a request is not of the user's making."""
+    """A user's processor that fails for internal requests."""
 
     added = 0
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.more
 
 @pytest.fixture(autouse=True)
 def spawned(monkeypatch):
-    """A fork of a process that has used MLX hangs."""
+    """Spawns engines: a fork of a process that has used MLX hangs."""
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
 
 

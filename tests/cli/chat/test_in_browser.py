@@ -31,7 +31,7 @@ RULES = "Today is {}. " + "Follow the rules of the house. " * 30
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """The page's address, of the command with a model that it serves."""
+    """Address of the page of a command that serves its own model."""
     model = checkpoint(tmp_path_factory.mktemp("model"), SCRIPTS)
     options = ["--port", str(free_port()), "--no-open", "--max-model-len", "8192"]
     command = [sys.executable, "-m", "vllm_metal.cli.main", "chat", str(model), *options]
@@ -65,7 +65,7 @@ def chromium():
 
 @pytest.fixture
 def opened(chromium, address):
-    """Opens pages, each of a new profile; none may complain, or ask for anything elsewhere."""
+    """Opens pages with new profiles, without errors or external requests."""
     pages = []
 
     def one(**options):
@@ -88,12 +88,12 @@ def answered(page, status="The answer is complete."):
 
 
 def blocks(page):
-    """The HTML of each answer."""
+    """Returns the HTML of each answer."""
     return page.locator(".blocks").evaluate_all("all => all.map(one => one.innerHTML)")
 
 
 def metrics(page):
-    """What stands under the last answer, by label."""
+    """Returns the metrics under the last answer by label."""
     pairs = page.locator("dl.metrics").last.locator("div")
     return dict(
         pairs.evaluate_all("all => all.map(one => [...one.children].map(c => c.innerText))")
@@ -101,7 +101,7 @@ def metrics(page):
 
 
 def set_up(page, **values):
-    """Opens the settings by the keyboard alone, fills them in, and saves them."""
+    """Opens the settings with the keyboard only, fills them in, and saves them."""
     page.get_by_role("button", name="Settings").focus()
     page.keyboard.press("Enter")
     for name, value in values.items():

@@ -26,7 +26,7 @@ PIECES = (
 
 
 class Tags(HTMLParser):
-    """What tags, attributes and addresses a piece of HTML has."""
+    """Tags, attributes and addresses in a piece of HTML."""
 
     def __init__(self):
         super().__init__()

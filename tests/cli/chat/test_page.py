@@ -18,7 +18,7 @@ ASKED = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 class Double(BaseHTTPRequestHandler):
-    """A server that lists a model to who has its key, and refuses every question."""
+    """A server that lists a model to holders of its key, and rejects every question."""
 
     def do_GET(self):
         known = self.headers["Authorization"] == f"Bearer {KEY}"

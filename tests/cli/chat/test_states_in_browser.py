@@ -28,7 +28,7 @@ METRICS = "vllm:kv_cache_usage_perc 0.25\nvllm:num_requests_waiting 0\n"
 
 
 class Double(BaseHTTPRequestHandler):
-    """A server whose answer depends on a word of the question; it keeps what it was asked."""
+    """A server whose answer depends on a word of the question; records questions."""
 
     protocol_version = "HTTP/1.1"
 
@@ -69,7 +69,7 @@ class Double(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def _answer(self, text, finish, tokens=1, reasoning="", miss=""):
-        """A stream of one piece; without `finish` it breaks off."""
+        """Returns a stream of one piece; without `finish` it breaks off."""
         delta = {"content": text, "reasoning": reasoning}
         usage = {"prompt_tokens": 7, "completion_tokens": tokens}
         chunk = {"choices": [{"delta": delta, "finish_reason": finish}], "usage": usage}
@@ -89,7 +89,7 @@ class Double(BaseHTTPRequestHandler):
 
 
 class Chat:
-    """The page's server and the double behind it, each of which can end."""
+    """The page's server and the fake one behind it, each of which can end."""
 
     def __init__(self, model):
         self.double = ThreadingHTTPServer(("127.0.0.1", 0), Double)
@@ -152,7 +152,7 @@ def notes(page):
 
 
 def buttons(page):
-    """What can be done with the last answer."""
+    """Returns the actions offered for the last answer."""
     shown = page.locator(".answer").last.locator(".actions button").filter(visible=True)
     return shown.all_inner_texts()
 

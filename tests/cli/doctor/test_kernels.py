@@ -96,7 +96,7 @@ GPU = 1e11
 
 
 def timed(case, speed):
-    """An outcome as the self-check makes it where our kernels reach so much of `GPU`."""
+    """Makes a self-check outcome for our kernels at this share of `GPU`."""
     shape = case.shape
     row = 2 * shape.num_kv_heads * shape.head_size * case.cache_dtype.size
     times = {way: {} for way in ("metal", "mlx", contiguous.BACKEND)}

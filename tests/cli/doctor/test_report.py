@@ -13,7 +13,7 @@ from vllm_metal.cli.doctor.report import Finding, Report
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home whose name JSON would escape, reached through a link as macOS's folders are."""
+    """A home directory with escaped characters, reached through a link as on macOS."""
     (tmp_path / "private" / "jürgen").mkdir(parents=True)
     (tmp_path / "Users").symlink_to(tmp_path / "private")
     monkeypatch.setenv("HOME", str(tmp_path / "Users" / "jürgen"))

@@ -58,7 +58,7 @@ def run(
 
 @pytest.fixture
 def run_here(tmp_path: Path, monkeypatch, capsys):
-    """Runs it in this process; its status, what it printed, and the report."""
+    """Runs the doctor in this process; returns its status, output and report."""
 
     def run(*options: str, device: str) -> tuple[int, str, dict]:
         monkeypatch.setenv("VLLM_METAL_DEVICE", device)

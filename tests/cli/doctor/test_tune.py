@@ -63,7 +63,7 @@ def calm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture
 def run(script, tmp_path, capsys):  # noqa: F811
-    """Tunes by such processes; returns the report, and what was printed."""
+    """Tunes with such processes; returns the report and the output."""
 
     def tuned_by(search: str = SEARCH, process: str = PROCESS, left: str = "[]", works=True):
         path = tmp_path / "report.json"

@@ -54,7 +54,7 @@ def llama3_8b_shapes():
 
 @pytest.fixture(scope="module")
 def llama3_8b(tmp_path_factory):
-    """Its folder; 16 GB of weights, in a file that is all hole behind its header."""
+    """A model folder with 16 GB of weights in a sparse file."""
     folder = tmp_path_factory.mktemp("Llama-3-8B")
     (folder / "config.json").write_text(json.dumps(LLAMA3_8B))
     (folder / "tokenizer.json").write_text('{"model": {}}')
@@ -70,7 +70,7 @@ def llama3_8b(tmp_path_factory):
 
 
 def ask(capsys, *arguments):
-    """The exit status, and what was printed as JSON."""
+    """Returns the exit status and the printed JSON."""
     status = main(["fit", *arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 

@@ -146,7 +146,7 @@ def test_options_that_do_not_go_with_it(folders, capsys, options, why):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A model whose checkpoint has its MTP layer."""
+    """A model whose checkpoint contains its MTP layer."""
     folder = write_hybrid(tmp_path_factory.mktemp("models") / "whole", "qwen3_next")
     (folder / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
     return folder
@@ -188,7 +188,7 @@ def test_several_mtp_layers_are_an_engines(tmp_path):
 
 
 def asked(target, capsys, *options):
-    """What `fit` prints as JSON."""
+    """Returns the JSON printed by `fit`."""
     main(["fit", str(target), "--memory", "16GB", "--json", *options])
     return json.loads(capsys.readouterr().out)
 

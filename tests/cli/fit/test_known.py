@@ -20,7 +20,7 @@ SERVED = {*listed_by_vllm("_TEXT_GENERATION_MODELS"), *TEXT_PARTS, *WITH_IMAGES}
 
 @contextmanager
 def downloaded(known):
-    """A folder of the model, with a tokenizer, which `fit` asks for as a server does."""
+    """Writes the model's folder with the tokenizer that `fit` requires."""
     with known.folder() as path:
         (path / "tokenizer.json").write_text('{"model": {}}')
         yield path

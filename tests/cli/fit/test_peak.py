@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def found(function, *inputs):
-    """The peak of a function whose inputs are there already."""
+    """Returns the peak of a function whose inputs already exist."""
     with recordable(metal=False):
         graph = record(lambda *arrays: [function(*arrays)], inputs)
     return peak(graph, graph.outputs, [], graph.inputs)

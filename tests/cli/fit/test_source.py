@@ -46,7 +46,7 @@ print(json.dumps(found))
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """The hub's addresses of files, for models in `root`; counts the bytes that it sends."""
+    """A hub with the models in `root`; counts the bytes it sends."""
 
     root: Path
     asked: set[str]
@@ -100,7 +100,7 @@ def hub(folder):
 
 @pytest.fixture(scope="module")
 def fetched(hub, tmp_path_factory):
-    """What came of three models, asked for by one process."""
+    """Results of three models, requested by one process."""
     environment = {
         "HF_ENDPOINT": hub.url,
         "HF_HUB_OFFLINE": "0",

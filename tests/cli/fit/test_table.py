@@ -34,7 +34,7 @@ LARGE = 32  # GB, from where on a busy Mac's programs hold no more than they do 
 
 @dataclass(frozen=True)
 class Found:
-    """A model on a Mac: the settings that the engine starts with, or what it says."""
+    """A model on a Mac: the engine's settings, or its error."""
 
     pool: int = 0
     context: int = 0
@@ -43,7 +43,7 @@ class Found:
 
 
 def served(known) -> tuple[Estimate, object]:
-    """An engine's figures of a model without any flag; they are the same on every Mac."""
+    """Returns an engine's measurements of a model without flags; equal on every Mac."""
     return _served(known.name)
 
 
@@ -66,14 +66,14 @@ def _served(name: str) -> tuple[Estimate, object]:
 
 
 def mac(memory: int, busy: bool) -> Machine:
-    """A Mac; what others hold beyond what Metal leaves them anyway is missing from its share."""
+    """Returns a Mac; memory of others beyond what Metal leaves them reduces its share."""
     made = Machine.mac(memory * GIB)
     held = BUSY * min(memory, LARGE) * GIB if busy else 0
     return replace(made, in_use=int(max(held - (memory * GIB - made.total), 0)))
 
 
 def on(known, machine: Machine) -> Found:
-    """What the engine does there."""
+    """Returns the engine's settings or error there."""
     estimated, config = served(known)
     figures = replace(
         estimated.measured, total=machine.total, in_use=machine.in_use, cache=machine.cache
@@ -92,7 +92,7 @@ def on(known, machine: Machine) -> Found:
 
 
 def table() -> str:
-    """Markdown: by model and Mac, the pool and a shortened context; idle / busy if they differ."""
+    """Formats pools and shortened contexts by model and Mac; idle / busy if they differ."""
     heads = [f"{memory} GB" for memory in MEMORIES]
     lines = ["| | " + " | ".join(heads) + " |", "| --- |" + " ---: |" * len(heads)]
     for known in MODELS:

@@ -45,7 +45,7 @@ sys.exit(int(status))
 
 
 class Models(BaseHTTPRequestHandler):
-    """Answers /v1/models as vLLM does, to whoever has the key."""
+    """Answers /v1/models like vLLM to holders of the key."""
 
     def do_GET(self):
         allowed = self.headers.get("Authorization") in self.server.accepted
@@ -73,7 +73,7 @@ def listening(key=None):
 
 @pytest.fixture
 def user(tmp_path, monkeypatch, capfd):
-    """A user with all clients, each a program that writes down how it was started."""
+    """A user with all clients, each a program that records how it was started."""
     return User(tmp_path, monkeypatch, capfd)
 
 
@@ -87,7 +87,7 @@ class User:
             self.install(name)
 
     def install(self, name, program=RECORDER, status=0):
-        """Puts a client there that is a program of Python's standard library."""
+        """Installs a client program that only uses Python's standard library."""
         script = self.bin / f"{name}.py"
         script.write_text(program)
         # Through a shell: the path of an interpreter may have spaces.
@@ -99,7 +99,7 @@ class User:
         return {"PATH": str(self.bin), "HOME": str(self.home), "VLLM_API_KEY": "", **variables}
 
     def launch(self, *arguments, **variables):
-        """Launches in this process; its status and what was printed."""
+        """Launches in this process; returns the status and output."""
         with self._monkeypatch.context() as patch:
             for name, value in self.variables(**variables).items():
                 patch.setenv(name, value)
@@ -299,7 +299,7 @@ def test_the_port_is_by_default_that_of_vllm_serve():
 
 
 def run_here(line, **_):
-    """Runs `python -m MODULE ARGUMENTS...` in this process, which has imported vLLM already."""
+    """Runs `python -m MODULE ARGUMENTS...` in this process, which has imported vLLM."""
     _, dash_m, module, *arguments = line
     assert dash_m == "-m"
     printed = StringIO()
@@ -311,7 +311,7 @@ def run_here(line, **_):
 
 
 def free_port():
-    """Of which nobody listens."""
+    """Returns a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

@@ -32,7 +32,7 @@ SLEEPING = MetalPlatform().is_sleep_mode_available()
 
 
 def served(campaign, seeds, **options):
-    """What the runs of the seeds were there to try; fails where one goes wrong."""
+    """Returns totals of the seeds' runs; fails if a run fails."""
     runs = (draw(seed, sleeping=SLEEPING, **options) for seed in seeds)
     failure = campaign.first_failure(runs)
     assert failure is None, str(failure)
@@ -127,7 +127,7 @@ def test_a_failure_is_reported_by_the_command_that_shows_it():
 
 
 def fails_with(requests, name):
-    """Of a fault that needs some requests and something that `name` leaves out."""
+    """Fakes a failure that requires some requests and a feature that `name` removes."""
     return lambda run: (
         set(requests) <= {request.index for request in run.requests}
         and cut(run, None, [name]) != run
@@ -177,7 +177,7 @@ def test_a_hash_without_the_salt_is_found_and_made_small(campaign, monkeypatch):
 
 
 def one_row_off(monkeypatch):
-    """Pages of a load go into each other's blocks."""
+    """Swaps pages within a load."""
     load = BlockPages.import_pages
 
     def shifted(self, group, blocks_np, rows):
