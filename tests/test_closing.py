@@ -22,7 +22,7 @@ def test_workers_are_as_many_as_cores_and_free_memory_allow(cores, gib, workers)
 
 
 def groups(folder, own, **files):
-    """Control groups as Linux shows them: files by "group:name"; (their root, this process's)."""
+    """Makes control groups as on Linux: files by "group:name"; returns (root, own)."""
     for where, text in files.items():
         group, _, name = where.partition(":")
         (folder / group).mkdir(parents=True, exist_ok=True)

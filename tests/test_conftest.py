@@ -23,7 +23,7 @@ TESTS = Path(__file__).parent
 
 
 def drawn():
-    """What a property test is given."""
+    """The examples of a property test."""
     seen = []
 
     @given(st.integers(), st.text())

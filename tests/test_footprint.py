@@ -15,7 +15,7 @@ CHILD = "held = bytearray(b'1') * (250 << 20); print('there', flush=True); input
 
 
 def show() -> None:
-    """Prints a footprint's lines, in a process that holds nothing else."""
+    """Prints a footprint's lines in an otherwise empty process."""
     footprint = Footprint()
     footprint.pytest_runtest_logstart("tests/test_small.py::test_it")
     footprint.sample()

@@ -59,7 +59,7 @@ MESSAGES = {
 
 
 def constants(pattern: str) -> set[str]:
-    """What string constants of the package match a pattern, by its first group."""
+    """Returns the first groups of string constants of the package that match a pattern."""
     sources = Path(vllm_metal.__file__).parent.rglob("*.py")
     nodes = (node for path in sources for node in ast.walk(ast.parse(path.read_text())))
     texts = (n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str))

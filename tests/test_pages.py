@@ -38,7 +38,7 @@ true
 
 
 def section(page, heading):
-    """The text under a heading of the second level."""
+    """Returns the text under a heading of the second level."""
     return page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
@@ -47,7 +47,7 @@ def block(page, heading):
 
 
 def pasted(commands, folder):
-    """The calls that `commands` make in a shell, with doubles of what they call."""
+    """Returns the calls that `commands` make in a shell with fake programs."""
     doubles, calls = folder / "doubles", folder / "calls"
     doubles.mkdir()
     for name in ("curl", "git", "make", "python", "uv", "vllm", "vllm-metal"):
@@ -129,7 +129,7 @@ def test_every_environment_variable_is_explained():
 
 
 def anchors(page):
-    """Of the headings of a page, as GitHub makes them."""
+    """Returns the anchors of a page's headings, as on GitHub."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -41,7 +41,7 @@ AXES = {"size": [64, 80, 96], "dtype": ["f16", "f32"], "kind": [None, {}], "long
 
 
 def by_marker(decorator):
-    """Combinations by the marker that they have, "" for none."""
+    """Returns combinations by marker, "" for none."""
     names, combined = decorator.args
     assert names == tuple(AXES)
     assert [each.values for each in combined] == list(product(*AXES.values()))

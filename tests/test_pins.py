@@ -18,7 +18,7 @@ ASKED = [Requirement(spec) for spec in PROJECT["dependencies"] + EXTRAS if "{roo
 
 
 def pinned(lock):
-    """Versions by package of one lock file."""
+    """Returns versions by package of one lock file."""
     text = (ROOT / "requirements" / f"{lock}.txt").read_text()
     return dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE))
 

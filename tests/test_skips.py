@@ -13,7 +13,7 @@ SKIPS = {"skip": 0, "skipif": 1, "xfail": 1, "importorskip": 2}
 
 
 def skips_without_a_reason(text: str) -> Iterator[int]:
-    """Lines of a test file."""
+    """Returns lines of a test file with unexplained skips."""
     tree = ast.parse(text)
     called = {node.func: node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):

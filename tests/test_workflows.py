@@ -50,7 +50,7 @@ def test_on_macos_kernels_are_asked_strictly_and_first_and_nothing_behind_blocks
 
 
 def run_step(script, folder, **variables):
-    """A step as GitHub runs it, `bash -e`, in a clone whose programs are doubles."""
+    """Runs a step like GitHub, with `bash -e`, in a clone with fake programs."""
     for program in (".venv/bin/vllm-metal", "bin/make"):
         path = folder / program
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -154,7 +154,7 @@ class ByPosition:
         monkeypatch.setattr(Peer, "fetch", self._fetch)
 
     def trim(self, prompt):
-        """Trims the prefill engine's blocks to this length."""
+        """Reads the prefill engine's blocks, without those beyond the prompt."""
         pages = runner_of(self._p).layers.block_pages()
         rows = page_rows(pages.export(0, np.array(self._blocks)))
         self._rows = rows[-ceil(len(prompt) / BLOCK) :]

@@ -114,7 +114,7 @@ def table_of(text):
 
 
 def resident():
-    """Returns this process's memory without what malloc has not yet returned."""
+    """Returns this process's resident bytes, after malloc has returned free memory."""
     gc.collect()
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -22,19 +22,19 @@ LINES = [line for block in BLOCKS for line in block.splitlines()]
 
 
 def command(words):
-    """The one line of the page that has these words."""
+    """Returns the page's only line with these words."""
     (found,) = (line for line in LINES if all(word in line for word in words.split()))
     return found
 
 
 def options(line):
-    """What stands behind the model in a line that starts a server."""
+    """Returns the options after the model in a line that starts a server."""
     _, _, behind = line.partition(" serve ")
     return shlex.split(behind)[1:] if "$(" not in behind else shlex.split(behind.split(')"', 1)[1])
 
 
 def run(script, server=None):
-    """What a script prints, run as the page says."""
+    """Runs a script as on the page; returns its output."""
     environment = {} if server is None else {"SERVER_URL": server.url}
     done = subprocess.run(
         ["bash", "-c", command(script)],
@@ -53,7 +53,7 @@ def run(script, server=None):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """The one that the page starts on MLX's CPU backend, on a port that is free."""
+    """The page's server on MLX's CPU backend, on a free port."""
     log = tmp_path_factory.mktemp("server") / "log"
     model = str(embedded_model_path(dequantize=True))
     with serve(model, options(command("VLLM_METAL_DEVICE=cpu")), log) as started:
@@ -138,5 +138,5 @@ def test_vectors_find_the_passage_of_each_question(tmp_path):
 
 
 def cached(printed):
-    """Tokens of the last turn that were found."""
+    """Returns the cached tokens of the last turn."""
     return int(re.findall(r"(\d+)(?: of them)? cached\)", printed)[-1])

@@ -36,7 +36,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Replicas:
-    """Replicas that answer a request in turn, each with what it was made with."""
+    """Replicas that answer a request in turn, each with given data."""
 
     def __init__(self, *answers: Sequence[object]) -> None:
         self.asked: list[Asked] = []
@@ -60,7 +60,7 @@ def stream(replica: str) -> Head:
 
 
 def ask(replicas: Replicas) -> tuple[Head, bytes]:
-    """The answer's head and all of its body, as a client gets them."""
+    """Returns the answer's head and whole body, as a client gets them."""
 
     async def read() -> tuple[Head, bytes]:
         found = await answer(replicas.send, ASKED)
@@ -146,7 +146,7 @@ def test_one_that_was_begun_is_not_sent_again() -> None:
 
 
 class Front(BaseHTTPRequestHandler):
-    """Sends every client a stream that breaks off after an event that any of them passes over."""
+    """Sends every client a stream that breaks off after an ignorable event."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))

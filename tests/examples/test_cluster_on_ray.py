@@ -50,7 +50,7 @@ REFUSED = '"POST /v1/completions HTTP/1.1" 503'  # in a server's log
 
 @dataclass(frozen=True)
 class Cluster:
-    """The command that runs, and what its clients have."""
+    """The running command, and its clients' data."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -58,7 +58,7 @@ class Cluster:
     log: Path
 
     def servers(self) -> list[psutil.Process]:
-        """Processes of `vllm serve` that the command started."""
+        """Returns the `vllm serve` processes that the command started."""
         found = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
@@ -68,11 +68,11 @@ class Cluster:
         return found
 
     def ready(self) -> list[psutil.Process]:
-        """Those that answer."""
+        """Returns the servers that answer."""
         return [server for server in self.servers() if self._answers(server)]
 
     def metric(self, server: psutil.Process, name: str, **labels: str) -> float:
-        """The sum of one server's samples."""
+        """Sums one server's samples."""
         key = {"Authorization": f"Bearer {self.keys['metrics']}"}
         text = httpx.get(f"{_own_url(server)}/metrics", headers=key, timeout=60).text
         return sum(
@@ -83,11 +83,11 @@ class Cluster:
         )
 
     def held(self, server: psutil.Process) -> float:
-        """How many requests one server has, those that wait too."""
+        """Returns a server's requests, including waiting ones."""
         return sum(self.metric(server, state) for state in STATES)
 
     def ask(self, tenant: str, prompt: str, **more: object) -> httpx.Response:
-        """A greedy request."""
+        """Sends a greedy request."""
         headers = {"Authorization": f"Bearer {self.keys[tenant]}"} if tenant else {}
         headers |= more.pop("headers", {})  # type: ignore[arg-type]
         body = {"model": "m", "prompt": prompt, "temperature": 0, "max_tokens": 8} | more
@@ -95,7 +95,7 @@ class Cluster:
         return httpx.post(url, json=body, headers=headers, timeout=900)
 
     def client(self) -> openai.OpenAI:
-        """A client that asks once, and wants no kept answers."""
+        """Makes a client without retries that bypasses the response cache."""
         return openai.OpenAI(
             base_url=f"{self.url}/v1",
             api_key=self.keys["acme"],
@@ -170,7 +170,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @contextmanager
 def load(cluster: Cluster, streams: int) -> Iterator[None]:
-    """Keeps so many streams open, whatever happens to them."""
+    """Keeps this many streams open, whatever happens to them."""
     ended = threading.Event()
 
     def keep_one_open() -> None:
@@ -194,7 +194,7 @@ def load(cluster: Cluster, streams: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def texts(cluster: Cluster) -> list[str]:
-    """What one server answers to each prompt, asked one after another."""
+    """Returns a single server's answers to each prompt, in sequence."""
     assert len(cluster.servers()) == 1
     fresh = {"Cache-Control": "no-cache"}
     more = {"max_tokens": TOKENS, "ignore_eos": True, "headers": fresh}
@@ -262,7 +262,7 @@ def test_a_queue_starts_a_second_server_which_has_the_first_ones_answers(cluster
 
 
 def ask_and_read(cluster: Cluster, prompt: str, stream: bool, began: list[str]) -> str | None:
-    """The text; None for a stream that was cut, with an error, after it began."""
+    """Returns the text; None for a stream that was cut, with an error, after it began."""
     asked = {"prompt": prompt, "max_tokens": TOKENS, "temperature": 0}
     asked["extra_body"] = {"ignore_eos": True}
     with cluster.client() as client:
@@ -304,7 +304,7 @@ def test_a_killed_server_loses_no_request_without_a_first_byte(
 
 
 def read_long(cluster: Cluster, prompt: str, max_tokens: int) -> tuple[str, str | None, int]:
-    """Text, reason to end, and number of tokens of a long stream."""
+    """Returns text, finish reason and number of tokens of a long stream."""
     asked = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
     asked |= {"extra_body": {"ignore_eos": True}, "stream_options": {"include_usage": True}}
     text, reason, tokens = "", None, 0
@@ -318,7 +318,7 @@ def read_long(cluster: Cluster, prompt: str, max_tokens: int) -> tuple[str, str 
 
 
 def tokens_of(cluster: Cluster, seconds: float) -> int:
-    """How many tokens a stream has in that time, beside others, as the servers have seen it."""
+    """Returns the tokens that a stream gets in this time beside others, by the servers' metrics."""
     name = "vllm:inter_token_latency_seconds"
     ready = cluster.ready()
     spent = sum(cluster.metric(server, f"{name}_sum") for server in ready)
@@ -330,7 +330,7 @@ def tokens_of(cluster: Cluster, seconds: float) -> int:
 def long_streams(
     cluster: Cluster, texts: list[str], count: int, seconds: float
 ) -> Iterator[list[psutil.Process]]:
-    """Two servers that compute these streams and nothing else; in the end each stream is whole."""
+    """Runs two servers with these streams only; asserts that each stream completes."""
     with ThreadPoolExecutor(count) as pool:
         with load(cluster, 2 * TARGET):
             wait_for(lambda: len(cluster.ready()) == 2)
@@ -384,7 +384,7 @@ def test_a_server_that_leaves_answers_what_it_has(cluster: Cluster, texts: list[
 
 
 def all_are_answered(cluster: Cluster, count: int) -> bool:
-    """Whether so many short requests at once are."""
+    """Returns whether this many concurrent short requests are answered."""
     prompts = [f"{number} {time.time()} {TEXT}" for number in range(count)]
     with ThreadPoolExecutor(count) as pool:
         asked = [pool.submit(cluster.ask, "acme", each, ignore_eos=True) for each in prompts]
@@ -392,5 +392,5 @@ def all_are_answered(cluster: Cluster, count: int) -> bool:
 
 
 def answered(cluster: Cluster, server: psutil.Process) -> float:
-    """How many requests a server has answered to their last token."""
+    """Returns the number of requests that a server has answered completely."""
     return cluster.metric(server, "vllm:request_success_total", finished_reason="length")

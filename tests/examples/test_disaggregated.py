@@ -23,7 +23,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 class Server:
-    """A server that keeps what it is sent, and answers with what it was made with."""
+    """A server that records requests and answers with given data."""
 
     def __init__(self, answer: Response) -> None:
         self.bodies: list[dict] = []
@@ -47,7 +47,7 @@ def prefill_server(answer: Response | None = None) -> Server:
 
 
 def nobody() -> httpx.AsyncClient:
-    """A client of a server that is not there."""
+    """A client of a missing server."""
 
     def refuse(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused")
@@ -62,7 +62,7 @@ def ask(
     path: str = COMPLETIONS,
     **headers: str,
 ) -> httpx.Response:
-    """The answer through the proxy."""
+    """Returns the answer through the proxy."""
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(make_app([prefill], decode, shortest=0))

@@ -28,7 +28,7 @@ def nobody(request: httpx.Request) -> httpx.Response:
 
 
 def helper(clock: Clock, seconds_a_token: float | None = None) -> Helper:
-    """A helper that was seen to take so long."""
+    """Makes a helper with this measured speed."""
     made = Helper(httpx.AsyncClient(transport=httpx.MockTransport(nobody)), clock)
     if seconds_a_token is not None:
         made.compute.note(LONG, LONG * seconds_a_token)
@@ -146,7 +146,7 @@ def test_one_that_is_about_to_end_may_finish_what_it_has() -> None:
 
 
 def served(name: str, status: int = 200) -> httpx.AsyncClient:
-    """A helper that says who it is."""
+    """Makes a helper that identifies itself."""
 
     def serve(request: httpx.Request) -> httpx.Response:
         params = {"remote_engine_id": name}
@@ -156,7 +156,7 @@ def served(name: str, status: int = 200) -> httpx.AsyncClient:
 
 
 class Decode:
-    """The server that answers; keeps what it is asked."""
+    """The decode server; records its requests."""
 
     def __init__(self) -> None:
         self.bodies: list[dict] = []

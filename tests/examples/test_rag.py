@@ -15,7 +15,7 @@ PASSAGES = [Passage("page", text) for text in TEXTS]
 
 
 def bm25(words, text):
-    """The formula as the paper has it, with k1 = 1.2 and b = 0.75, over texts without plurals."""
+    """The paper's formula with k1 = 1.2 and b = 0.75, over texts without plurals."""
     texts = [f"page {each}".lower().replace(".", "").split() for each in TEXTS]
     mean = sum(map(len, texts)) / len(texts)
     total = 0.0

@@ -43,7 +43,7 @@ class Kind(enum.Enum):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A package in the place of the plugin's."""
+    """Replaces the plugin's package."""
     folder = tmp_path / "someplugin"
     (folder / "inner").mkdir(parents=True)
     (folder / "__init__.py").write_text("")
@@ -65,7 +65,7 @@ def write(text, *parts):
 
 
 def sources(*left_out):
-    """Of the files as they are now."""
+    """Returns the digest of the current source files."""
     return facts.sources.__wrapped__(left_out)
 
 
@@ -142,7 +142,7 @@ def test_which_module_counts_for_what(tmp_path, monkeypatch, module, engine, ans
 
 
 def only_code(module):
-    """Leaves all out but one module, so that the copy takes no time."""
+    """Removes all but one module, for a quick copy."""
     kept = {module, *(str(parent) for parent in Path(module).parents)}
 
     def ignored(folder, names):

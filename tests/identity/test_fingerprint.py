@@ -67,7 +67,7 @@ def here(config):
 
 
 def changed(config, **values):
-    """A copy of a configuration with other values, by dotted names."""
+    """Copies a configuration with changes by dotted names."""
     found = copy.deepcopy(config)
     for name, value in values.items():
         *owners, last = name.split("__")

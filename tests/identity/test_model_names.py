@@ -13,7 +13,7 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 @pytest.fixture
 def unreachable():
-    """The address of a hub where nobody listens: a port that is held, and not listened on."""
+    """Address of a missing hub: a reserved port without a listener."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -21,7 +21,7 @@ def unreachable():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch, unreachable):
-    """A machine without a network, that has two models in its cache."""
+    """A machine without a network and with two cached models."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", unreachable)

@@ -26,7 +26,7 @@ def write(path, content, changed_ns=LONG_AGO):
 
 
 def expected(contents):
-    """By the definition: names and digests of files, in the order of names."""
+    """The definition: names and digests of files, in the order of names."""
     listed = sorted((name, blake3.blake3(data).hexdigest()[:32]) for name, data in contents.items())
     return blake3.blake3(json.dumps([list(pair) for pair in listed]).encode()).hexdigest()[:32]
 

@@ -30,7 +30,7 @@ from vllm_metal.platform.metal_platform import MetalPlatform
 
 @pytest.fixture
 def config(made):
-    """An engine's configuration before the platform has checked it for a cache on disk."""
+    """An engine's configuration before the platform's checks for a disk cache."""
     return copy.deepcopy(made)
 
 
@@ -44,7 +44,7 @@ def on_command_line(transfer):
 
 
 def full(path, /, **extra):
-    """vLLM's way, as on the command line."""
+    """vLLM's command-line form."""
     given = {"kv_connector": CONNECTOR, "kv_role": "kv_both"}
     return on_command_line(given | {"kv_connector_extra_config": {"path": str(path), **extra}})
 

@@ -29,7 +29,7 @@ def small_pieces(monkeypatch):
 
 
 def filled(folder):
-    """A store that has pages NAMES of group 0, the blocks 1 to 8 of a pool."""
+    """A store with pages NAMES of group 0, the blocks 1 to 8 of a pool."""
     store, source = store_on(folder), SmallPool(seed=1)
     keys = keys_of(NAMES)
     for index, key in enumerate(keys.keys):
@@ -60,7 +60,7 @@ def loads(disk, pool):
 
 
 def turn(loads, most_bytes=10**9):
-    """A step: what ended."""
+    """Runs a step; returns what ended."""
     loads.start_reads()
     loads.import_ready(most_bytes)
     return loads.finished()

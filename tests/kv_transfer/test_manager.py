@@ -55,13 +55,13 @@ def write(store, keys, namespace="shared"):
 
 
 def found(manager, key, context):
-    """What vLLM's scheduler is told, once the stores have been asked for the request."""
+    """Returns the answer to vLLM's scheduler, once the stores have been asked for the request."""
     assert manager.lookups_done(lambda: [key], context)
     return manager.lookup(key, context)
 
 
 def exchange(manager, store):
-    """A step's messages, both ways; what the worker told."""
+    """Exchanges a step's messages both ways; returns the worker's."""
     discards, uses = manager.take_messages()
     for discard in discards:
         store.discard(discard)
@@ -245,7 +245,7 @@ def test_after_some_failed_loads_a_request_finds_nothing_but_is_still_stored(man
 
 
 class Leases(View):
-    """A store that keeps every page it found until the lookup is released."""
+    """A store that leases every found page until the lookup is released."""
 
     def __init__(self):
         self.held = []

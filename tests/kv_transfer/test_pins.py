@@ -17,7 +17,7 @@ def pool():
 
 
 def keys_of(pool, number):
-    """Blocks that the prefix cache has, and no request; their keys."""
+    """Caches blocks that no request holds; returns their keys."""
     blocks = pool.get_new_blocks(number)
     keys = [make_block_hash_with_group_id(BlockHash(bytes([n]) * 32), 0) for n in range(number)]
     for key, block in zip(keys, blocks, strict=True):

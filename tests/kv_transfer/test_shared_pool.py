@@ -41,7 +41,7 @@ def changes(come=(), gone=(), is_all=False):
 
 
 def begun(pool, come):
-    """The pool holds these, and steps have passed since."""
+    """Starts with these blocks in the pool, some steps ago."""
     pool.begin_step(changes(come, is_all=True))
     for _ in range(2):
         pool.begin_step(None)

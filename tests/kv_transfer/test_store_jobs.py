@@ -45,7 +45,7 @@ def made(store, pool, **options):
 
 
 def step(stores, num_left=0):
-    """A step that takes a batch along; returns its number of pages."""
+    """Runs a step with a batch; returns its number of pages."""
     arrays = stores.queue_batch()
     mx.async_eval(arrays)
     stores.step_submitted()
@@ -60,7 +60,7 @@ def finish(stores, *wanted):
 
 @pytest.fixture
 def blocked(monkeypatch):
-    """A disk that takes nothing until the event is set."""
+    """A disk that blocks all writes until the event is set."""
     yield from held_up(monkeypatch, "write")
 
 

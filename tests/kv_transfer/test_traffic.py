@@ -27,7 +27,7 @@ from vllm_metal.kv_transfer.disk.block_folder import BlockFolder
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """A failed step collects garbage, which takes as long as this process has objects."""
+    """Speeds up failing steps, which collect garbage over all of this process's objects."""
     monkeypatch.setattr(mlx_device, "give_back", lambda: None)
 
 
@@ -117,7 +117,7 @@ def test_a_request_that_starts_again_beside_a_disk_that_hangs_computes(make, mon
 
 
 def play(engine, seed, num_actions):
-    """Random requests, aborts, resets, failing steps, NaN, and files that go bad."""
+    """Plays random requests, aborts, resets, failing steps, NaN, and corrupt files."""
     rng = np.random.default_rng(seed)
     texts = prompts(np.random.default_rng(seed % 3))
     failures = [0]
@@ -150,7 +150,7 @@ def play(engine, seed, num_actions):
 
 
 def spoil(engine, rng):
-    """A file of the cache changes or goes."""
+    """Changes or deletes a file of the cache."""
     files = sorted(engine.folder.glob("*/*/*/*.kv"))
     if files:
         path = files[int(rng.integers(len(files)))]

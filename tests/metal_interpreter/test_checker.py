@@ -16,7 +16,7 @@ PLACE = """
 
 
 def check(source, *inputs, schedule="forward", threads=128, shape=(128,), **call):
-    """Runs `source` in threadgroups of 64; the checker and the output."""
+    """Runs `source` in threadgroups of 64; returns the checker and the output."""
     checker = Checker(schedule)
     names = [f"in{k}" for k in range(len(inputs))]
     kernel = checker.metal_kernel("planted", names, ["out"], PLACE + source)

@@ -83,14 +83,14 @@ def write_and_gather(dtype, cache):
 
 
 def pools_of(size, cache):
-    """Of keys and values, and their scales."""
+    """Makes pools of keys and values, and their scales."""
     pools = [mx.zeros((2, 2, 16, size), cache) for _ in range(2)]
     codes = cache in (FP8, INT8)
     return pools, [mx.zeros((2, 2, 16), mx.bfloat16) if codes else None for _ in pools]
 
 
 def rotate_and_write(cache):
-    """Rows of which a lane has two parts, and shorter ones whose neighbors are pairs."""
+    """Writes rows of which a lane has two parts, and shorter ones with neighboring pairs."""
     for size, traditional in ((20, True), (160, False)):
         rows, (pools, scales) = mx.ones((3, 2, size)), pools_of(size, cache)
         rotation = kv_write.Rotation(kv_write.RotationKind(16, 0, traditional), base=1e4)
@@ -103,7 +103,7 @@ def rotate_and_write(cache):
 
 
 def bring_states_on(pools, key_size, decays):
-    """By a convolution and a recurrence, from one block to another, through the last of a block."""
+    """Moves states to another block by a convolution and a recurrence, past a block's end."""
     step = one_request(3, 2, 1, 2, 1, 2, (3, 0, 0, 0, 0, 0, 0, 0)).sequences()
     rows = mx.ones((3, 2, key_size))
     convolution.run(

@@ -15,7 +15,7 @@ SUFFIXES = {".py", ".h", ".cpp", ""}  # of the headers Metal's programs include:
 
 
 def build(project, target, folder):
-    """The one file that hatchling makes of a project; needs no network."""
+    """Returns the only file that hatchling builds of a project; needs no network."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
     subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=300)
     (made,) = folder.iterdir()
@@ -23,7 +23,7 @@ def build(project, target, folder):
 
 
 def files_of(package):
-    """Its files in the clone, as names in a wheel."""
+    """Returns its files in the clone, named as in a wheel."""
     return {
         path.relative_to(package.parent).as_posix()
         for path in package.rglob("*")

@@ -78,7 +78,7 @@ FLOATS = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 
 
 def run(expressions, types, inputs, declare, dtype):
-    """(expressions, N) values of `dtype`; x and y are the thread's elements of inputs."""
+    """Returns (expressions, N) values of `dtype`; x and y are the thread's inputs."""
     lines = [f"out[{k} * {N} + i] = {e};" for k, e in enumerate(expressions)]
     kernel = metal_kernel(
         "functions",

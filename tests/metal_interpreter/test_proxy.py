@@ -91,7 +91,7 @@ NESTED = """
 
 
 def nested(inner, after=""):
-    """Exponentials and products of a round of the main loop, of laps around an inner loop."""
+    """Returns a main loop with exponentials and products around an inner loop."""
     source = LOOP.format(body=NESTED.format(inner=inner, after=after)).replace(
         "float sum", "auto product = make_filled_simdgroup_matrix<float, 8, 8>(0.0f); float sum"
     )

@@ -12,7 +12,7 @@ LANES = np.arange(32)
 
 
 def lanes(*expressions, x=None, declare="", dtype=mx.float32, before="", compiler=metal_kernel):
-    """(expressions, 32): what each lane gets; `x` is its element of x (0, 1, ...)."""
+    """Returns (expressions, 32), each lane's result; `x` is its element of x (0, 1, ...)."""
     x = mx.arange(32).astype(mx.float32) if x is None else x
     lines = [f"out[{k * 32} + lane] = {e};" for k, e in enumerate(expressions)]
     source = "uint lane = thread_index_in_simdgroup; auto x = in0[lane];\n" + declare

@@ -67,7 +67,7 @@ def test_a_compiler_that_is_not_there(tmp_path, monkeypatch):
 
 
 def attend(num_rows):
-    """The attention of a request's last rows, over 600 tokens."""
+    """Attends for a request's last rows over 600 tokens."""
     shape = AttentionShape(2, 1, 64, 64)
     batch = make_batch(np.random.default_rng(0), [(600 - num_rows, num_rows)], shape, mx.bfloat16)
     plan = paged_attention.plan(batch.starts, batch.seq_lens, batch.tables, batch.shape)

@@ -11,7 +11,7 @@ from metal_interpreter import CompileError, metal_kernel
 
 
 def values(*expressions, declare="", inputs=(), dtype=mx.float32, count=1):
-    """One array (expressions, count); thread i computes column i."""
+    """Returns one array (expressions, count); thread i computes column i."""
     lines = [f"out[{k * count} + i] = {e};" for k, e in enumerate(expressions)]
     names = [f"in{k}" for k in range(len(inputs))]
     source = "uint i = thread_position_in_grid.x;\n" + declare + "\n" + "\n".join(lines)

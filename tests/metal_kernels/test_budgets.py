@@ -45,7 +45,7 @@ _LOADER = "const ulong row = slot + metal::min(k, end - 1 - base);"
 
 
 def few_rows(rows: int) -> proxy.Call:
-    """What would launch few_rows.metal."""
+    """Returns a call of few_rows.metal."""
     made = kernel.load(
         Path(__file__).with_name("few_rows.metal"),
         ("queries", "key_pool", "value_pool", "key_scales", "value_scales", "tables", "lengths"),
@@ -68,7 +68,7 @@ def few_rows(rows: int) -> proxy.Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """What leaves a kernel right and makes it slow."""
+    """A change that keeps a kernel correct but makes it slow."""
 
     found_by: str  # what is beyond its bound
     edits: tuple[tuple[str, str], ...] = ()  # text, which is there once, and what takes its place
@@ -85,7 +85,7 @@ class Fault:
 
 
 def decode(use="decode, 8 heads, 128, 8 bit"):
-    """The call of a decode kernel."""
+    """Returns the call of a decode kernel."""
     return {str(use): use for use in USES}[use].calls(1)[0]
 
 
@@ -138,7 +138,7 @@ FAULTS = {
 
 
 def beyond(call, budget, bits=8):
-    """What a call has beyond a budget."""
+    """Returns a call's exceeded limits."""
     return budget.exceeded(measured(call), keys_of(call), bits)
 
 
@@ -201,7 +201,7 @@ def test_mlx_s_kernels_have_the_registers_that_the_proxy_was_calibrated_with(att
 
 
 def beyond_of(use, budget, most=None):
-    """What calls of a use have beyond a budget."""
+    """Returns the exceeded limits of a use's calls."""
     return [
         f"{call.template}: {text}"
         for call in use.calls(most)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def names_in_use():
-    """Each X of `cache_dir() / "X"` in the sources and the tests."""
+    """Returns each X of `cache_dir() / "X"` in the sources and the tests."""
     sources = ("vllm_metal", "metal_kernels", "interpreter", "examples", "benchmarks")
     for folder in (*sources, "tests"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -37,7 +37,7 @@ def test_every_part_is_listed():
 
 @pytest.fixture
 def clone(tmp_path):
-    """A clone as far as `make distclean` is concerned."""
+    """A clone, as far as `make distclean` is concerned."""
     clone = tmp_path / "clone"
     for path in ("scripts/distclean.sh", "metal_kernels/cache.py"):
         (clone / path).parent.mkdir(parents=True)

@@ -42,7 +42,7 @@ USES = {
 
 
 def alone(script, **variables):
-    """What a process of its own prints, on a Mac's GPU as far as settings tell."""
+    """Returns the output of a process with settings like on a Mac's GPU."""
     kept = {name: value for name, value in os.environ.items() if "MLX_MAX" not in name}
     done = subprocess.run(
         [sys.executable, "-c", script],

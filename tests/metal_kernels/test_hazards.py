@@ -21,7 +21,7 @@ POOL = Span(0, 1 << 20)
 
 
 def span(number):
-    """A small buffer, none of the pool's."""
+    """Returns a small buffer outside of the pool."""
     return Span((2 << 20) + 256 * number, (2 << 20) + 256 * number + 32)
 
 
@@ -38,7 +38,7 @@ def other(output, *inputs):
 
 
 def steps(count, reader_waits=True, write_waits=True, readers=1, between=3):
-    """Pipelined steps of one layer: a write, operations of a model, readers."""
+    """Runs pipelined steps of one layer: a write, model operations, readers."""
     numbers = iter(range(10**6))
     log: list[Dispatch] = []
     fences: list[Span] = []
@@ -154,7 +154,7 @@ def test_what_always_holds_holds_in_each_split(log, split):
 def without_effect(
     name: str, input_names: list[str], output_names: list[str], source: str, header: str
 ):
-    """Stands for a compiler: its kernels return zeros."""
+    """Replaces a compiler with one whose kernels return zeros."""
 
     def run(inputs: Sequence[mx.array], output_shapes, output_dtypes, **rest) -> list[mx.array]:
         mx.eval(inputs)

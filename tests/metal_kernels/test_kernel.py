@@ -38,7 +38,7 @@ kernel.named("metal_interpreter:metal_kernel")
 
 
 def last_error(module, code):
-    """What a process without `module` says of an exception; nothing: it raised none."""
+    """Returns the exception of a process without `module`; empty if none."""
     program = WITHOUT.replace("MODULE", repr(module)) + code
     done = subprocess.run(
         [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=300
@@ -132,7 +132,7 @@ def test_every_shared_function_is_used():
 
 
 def all_kernels():
-    """As their modules load them."""
+    """Loads all kernels like their modules."""
     for found in pkgutil.walk_packages(metal_kernels.__path__, "metal_kernels."):
         if found.name.endswith(".op"):
             values = vars(importlib.import_module(found.name)).values()

@@ -108,7 +108,7 @@ def check_attention(
 
 @dataclass(frozen=True)
 class Attention:
-    """Attention of a ragged batch in float32 against the float64 formula."""
+    """Attention of a ragged batch in float32, against the float64 formula."""
 
     requests: tuple[tuple[int, int], ...]  # (tokens computed before, rows of this step) of each
     head_size: int = 64
@@ -125,7 +125,7 @@ class Attention:
 
     @cached_property
     def case(self) -> tuple[Batch, np.ndarray, np.ndarray | None, mx.array | None]:
-        """Batch, expected output, sinks, bias."""
+        """Returns batch, expected output, sinks, bias."""
         rng = np.random.default_rng(0)
         num_kv_heads = 1 if self.head_size == 576 else 2
         shape = AttentionShape(4, num_kv_heads, self.head_size, min(self.head_size, 512))
@@ -155,7 +155,7 @@ class Write:
 
     @cached_property
     def rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """[6, 3, 64] keys and [6, 3, 32] values."""
+        """Returns [6, 3, 64] keys and [6, 3, 32] values."""
         rng = np.random.default_rng(0)
         size = 2.0 ** np.arange(-9, 9, 3)[:, None, None]
         keys = (rng.normal(size=(6, 3, 64)) * size).astype(np.float32)
@@ -194,7 +194,7 @@ class Write:
 def rotate(
     dtype: mx.Dtype, pool_dtype: mx.Dtype, kind: RotationKind, sizes: tuple[int, ...]
 ) -> Probe:
-    """A write that rotates against the formula; of the slots, the pool lacks one."""
+    """Checks a rotating write against the formula; one slot is outside the pool."""
 
     def probe() -> None:
         case = Rotating(sizes, dtype, pool_dtype, kind, slots=[5, 40, -1, 2, 47])
@@ -214,7 +214,7 @@ def rotate(
 
 
 def gather() -> None:
-    """By a table that names blocks the pool lacks; bounds and heads leave something out."""
+    """Gathers with blocks outside the pool, bounds and heads."""
     rng = np.random.default_rng(0)
     pool = mx.array(rng.integers(0, 127, (3, 5, 16, 64)).astype(np.uint8))
     scales = mx.array(rng.uniform(0.5, 2.0, (3, 5, 16))).astype(mx.bfloat16)
@@ -223,7 +223,7 @@ def gather() -> None:
 
 
 def gather_values() -> None:
-    """As bits, and in another dtype."""
+    """Gathers as bits, and in another dtype."""
     pool = mx.arange(2 * 3 * 16 * 64, dtype=mx.float32).reshape(2, 3, 16, 64).astype(mx.float16)
     for dtype in (mx.float16, mx.float32):
         check_gathered(pool, mx.array([[2, 1]], mx.int32), None, ((1, 31),), (0, 2), dtype)
@@ -245,7 +245,7 @@ def check_gathered(
 
 
 def numbered_pool() -> mx.array:
-    """[3, 7, 16, 4] float32, no element like another."""
+    """Returns [3, 7, 16, 4] float32 with distinct elements."""
     return mx.arange(1, 3 * 7 * 64 + 1, dtype=mx.float32).reshape(3, 7, 16, 4)
 
 
@@ -264,7 +264,7 @@ def zero() -> None:
 
 
 def state_pools() -> list[mx.array]:
-    """K and V of other sizes, blocks of two parts: a state goes on in V and does not fill it."""
+    """Makes K and V of different sizes in two-part blocks: a state continues in V."""
     keys = mx.arange(1, 3 * 8 * 32 + 1, dtype=mx.float32).reshape(3, 8, 4, 8)
     return [keys, mx.arange(1000, 1000 + 3 * 8 * 16, dtype=mx.float32).reshape(3, 8, 4, 4)]
 
@@ -345,7 +345,7 @@ PROBES: dict[str, Probe] = {
 
 
 def planted(mutant: Mutant, compiler: kernel.Compiler) -> kernel.Compiler:
-    """`compiler`, which finds the fault in every kernel made of the mutant's file."""
+    """Wraps `compiler` to plant the fault in every kernel made of the mutant's file."""
 
     text, replacement = (_compact(each) for each in (mutant.text, mutant.replacement))
     file = Path(metal_kernels.__file__).parent / mutant.file
@@ -362,12 +362,12 @@ def planted(mutant: Mutant, compiler: kernel.Compiler) -> kernel.Compiler:
 
 
 def _compact(text: str) -> str:
-    """As `kernel.load` leaves it."""
+    """Compacts text like `kernel.load`."""
     return re.sub(r" *\n *", "\n", text.lstrip(" "))
 
 
 def objection(probe: Probe, compiler: kernel.Compiler) -> str | None:
-    """What is wrong with the kernels that `compiler` makes; None: nothing."""
+    """Returns the error in kernels that `compiler` makes, or None."""
     try:
         with kernel.using(compiler):
             probe()
@@ -387,7 +387,7 @@ CHECKED_ELSEWHERE = (
 
 
 def _probes() -> Iterator[Any]:
-    """Every probe in every order of threads; each in one of them before the night."""
+    """Pairs every probe with every thread order; one order each outside of nightly runs."""
     for place, probe in enumerate(PROBES):
         for number, schedule in enumerate(SCHEDULES):
             marks: Any = pytest.mark.more if probe in CHECKED_ELSEWHERE else ()
@@ -402,7 +402,7 @@ def test_sources_as_they_are_pass(probe, schedule):
 
 
 def _faults() -> list[Any]:
-    """The first of each file is planted before the night."""
+    """Selects the first fault of each file outside of nightly runs."""
     firsts = {mutant.file: mutant for mutant in reversed(MUTANTS)}
     return [
         pytest.param(
@@ -438,7 +438,7 @@ class FarPool:
             self.fill()
 
     def fill(self) -> tuple[mx.array, mx.array]:
-        """Writes the last blocks anew; what they must hold then, as `used`."""
+        """Refills the last blocks; `used`: their expected contents."""
         slots = mx.arange(
             (self.BLOCKS - self.USED) * self.BLOCK_SIZE, self.BLOCKS * self.BLOCK_SIZE
         )
@@ -451,11 +451,11 @@ class FarPool:
         return codes.reshape(*shape, self.SIZE), scales.reshape(shape)
 
     def used(self) -> tuple[mx.array, mx.array]:
-        """Codes and scales of the last blocks."""
+        """Returns quantized values and scales of the last blocks."""
         return self.pool[:, -self.USED :], self.scales[:, -self.USED :]
 
     def blocks(self, *used: int) -> np.ndarray:
-        """[n] int32, blocks of the pool, given as blocks of the last ones."""
+        """Maps indices among the last blocks to the pool's, [n] int32."""
         return np.array(used, np.int32) + self.BLOCKS - self.USED
 
     def write(self) -> None:
@@ -492,7 +492,7 @@ class FarPool:
         np.testing.assert_array_equal(np.array(self.used()[0]), wanted)
 
     def convolve(self) -> None:
-        """A step from one of the last head's last blocks to another."""
+        """Runs a step from one of the last head's last blocks to another."""
         part = StatePart(self.BLOCK_SIZE * self.SIZE + 16, (2, 8), mx.float32)
         size, blocks = 2 * 8 * 4, self.blocks(3, 6)
         weight, pools = mx.ones((8, 3)), [self.pool]
@@ -508,12 +508,12 @@ class FarPool:
         assert mx.array_equal(after.reshape(2, 8), rows[2:])
 
     def fill_unfaulted(self) -> None:
-        """So that what a copy must do was not done before."""
+        """Refills the blocks without the fault, so that a copy has work to do."""
         with kernel.using(metal_interpreter.metal_kernel):
             self.fill()
 
     def attend(self, rows: int) -> None:
-        """Of one request, whose keys are its values too."""
+        """Attends for one request whose keys are also its values."""
         shape = AttentionShape(self.HEADS, self.HEADS, self.SIZE, self.SIZE)
         queries = self.rng.normal(size=(rows, self.HEADS, self.SIZE)).astype(np.float32)
         context = decoded(*self.used())[:, [7, 5]].reshape(self.HEADS, -1, self.SIZE)

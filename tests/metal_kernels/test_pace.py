@@ -19,7 +19,7 @@ LAYERS = 6
 
 
 class Queue:
-    """Counts what each command buffer holds, in layers and FLOPs, and how many are in flight."""
+    """Counts layers and FLOPs per command buffer, and buffers in flight."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.buffers: list[dict[str, float]] = [{"layers": 0, "work": 0}]
@@ -50,7 +50,7 @@ class Queue:
 
 
 def serve(queue: Queue, requests: list[tuple[int, int]]) -> list[dict[str, float]]:
-    """Buffers of a step over LAYERS layers, of (positions before, rows) for each request."""
+    """Returns the buffers of a step over LAYERS layers, of (positions before, rows) per request."""
     counts = np.array([rows for _, rows in requests], np.int32)
     seq_lens = counts + np.array([before for before, _ in requests], np.int32)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

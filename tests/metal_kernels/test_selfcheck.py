@@ -57,7 +57,7 @@ RECURRENT = replace(
 
 
 def wrapped(around):
-    """A compiler whose kernels run as `around(name, run, call)` has it."""
+    """Makes a compiler whose kernels run through `around(name, run, call)`."""
 
     def compiler(name, **text):
         run = metal_interpreter.metal_kernel(name=name, **text)

@@ -47,7 +47,7 @@ def lines():
 
 
 def stats(metrics=None, drafted=None, hits=0):
-    """Of a step that looked up a prompt of 100 tokens, and verified 10 drafts or none."""
+    """Makes stats of a step with a looked-up prompt of 100 tokens, and 0 or 10 drafts."""
     made = SchedulerStats(prefix_cache_stats=PrefixCacheStats(requests=1, queries=100, hits=hits))
     if metrics is not None:
         send_metrics(made, {STEP: asdict(metrics)})

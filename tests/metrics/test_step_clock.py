@@ -7,7 +7,7 @@ from vllm_metal.metrics.step_clock import StepClock
 
 
 class Play:
-    """An engine whose calls take as long as the test says."""
+    """An engine with call durations set by the test."""
 
     def __init__(self):
         self.now = 100.0
@@ -17,7 +17,7 @@ class Play:
         self.now += seconds
 
     def lay_out(self, seconds, waiting=None):
-        """The worker's first call; None: it does not wait for the step before."""
+        """Makes the worker's first call; None: it does not wait for the previous step."""
         with self.clock.preparing():
             if waiting is not None:
                 with self.clock.waiting():
@@ -31,7 +31,7 @@ class Play:
         return step
 
     def step(self):
-        """A step of 3 s on the host, the last 2 s of it beside the device."""
+        """Runs a step of 3 s on the host, the last 2 s beside the device."""
         self.lay_out(1)
         return self.submit(2)
 

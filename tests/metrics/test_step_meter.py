@@ -33,7 +33,7 @@ class Output(AsyncModelRunnerOutput):
 
 
 class Engine:
-    """Steps that take four seconds each, one after the other."""
+    """Runs consecutive steps of four seconds each."""
 
     def __init__(self):
         self.now = 0.0
@@ -81,7 +81,7 @@ def test_figures_that_came_with_the_results_are_neither_lost_nor_in_doubt():
 
 
 def step(rows, outputs=(), drafts=(), left_out=None):
-    """Rows by request; outputs of those that are not new; drafts reserved, and not used."""
+    """Makes scheduler output with rows by request, known requests' outputs, and drafts."""
     made = SchedulerOutput.make_empty()
     made.num_scheduled_tokens = rows
     made.total_num_scheduled_tokens = sum(rows.values())

@@ -21,7 +21,7 @@ listening.accept()[0].sendall(bytes(int(sys.argv[1])))
 
 
 def received(address):
-    """Bytes until the other side ends, and the seconds that they took."""
+    """Returns the bytes received until the other side closes, and their seconds."""
     started, count = time.monotonic(), 0
     with socket.create_connection(address, 60) as connection:
         while data := connection.recv(1 << 16):
@@ -56,7 +56,7 @@ def test_hosts_reach_each_other_until_a_cable_is_out():
 
 @pytest.fixture
 def echo():
-    """Port of a server that sends back what it gets."""
+    """Port of an echo server."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve():

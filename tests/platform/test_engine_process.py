@@ -88,7 +88,7 @@ CONFIGURATIONS = {
 
 
 def settled(config):
-    """Fields of the configuration and of its parts, less what vLLM draws anew each time."""
+    """Returns all configuration fields except those that vLLM randomizes."""
     parts = {name: getattr(config, name) for name in config.__dataclass_fields__}
     found = {
         f"{name}.{field.name}": repr(getattr(part, field.name, None))

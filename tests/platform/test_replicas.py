@@ -37,7 +37,7 @@ def configure(tmp_path):
 
 
 def in_the_engine(config, rank, local_rank):
-    """The configuration in the process of a rank, as vLLM changes it there."""
+    """Returns the configuration in a rank's process, as vLLM changes it there."""
     config = pickle.loads(pickle.dumps(config))
     parallel = config.parallel_config
     parallel.assigned_physical_gpu_ids = [local_rank]

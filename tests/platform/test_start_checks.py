@@ -35,7 +35,7 @@ NAME = "model.safetensors"
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A whole model in the working folder, whose weights are a hole; and parts of adapters."""
+    """A model in the working folder with sparse weights, and parts of adapters."""
     monkeypatch.chdir(tmp_path)
     for name, config in (("hollow", "{}"), ("half", '{"r": 8')):
         (tmp_path / name).mkdir()
@@ -78,7 +78,7 @@ def parser():
 
 @pytest.fixture
 def answer(parser, monkeypatch, capsys):
-    """What `vllm serve` ends with, given its arguments: vLLM's own steps up to its engine."""
+    """Returns the final message of `vllm serve`, using vLLM's own steps up to its engine."""
 
     def of(*argv):
         monkeypatch.setattr(sys, "argv", ["vllm", "serve", *argv])

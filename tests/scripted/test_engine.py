@@ -18,7 +18,7 @@ SAMPLED = SamplingParams(temperature=1, max_tokens=200, seed=3)
 
 
 def history(results):
-    """A conversation in which the model has called so many tools."""
+    """Makes a conversation with this many tool results."""
     messages = [
         {"role": "system", "content": "Rules and more rules. " * 600},
         {"role": "user", "content": "Do it."},

@@ -34,7 +34,7 @@ def wheel(release):
 
 @pytest.fixture(scope="module")
 def archive(release):
-    """Names in the source archive, without its folder."""
+    """Returns names in the source archive, without its folder."""
     (path,) = release.glob("*.tar.gz")
     with tarfile.open(path) as opened:
         return {name.split("/", 1)[1] for name in opened.getnames()}

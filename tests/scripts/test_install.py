@@ -125,7 +125,7 @@ esac
 
 @dataclass
 class Machine:
-    """Doubles of a machine's programs, a user's home, and a release to install."""
+    """Fakes of a machine's programs, a user's home, and a release to install."""
 
     system: str
     folder: Path
@@ -174,7 +174,7 @@ class Machine:
         return path
 
     def publish(self, version, text=""):
-        """Puts a release in place of the one before."""
+        """Publishes a new release."""
         shutil.rmtree(self.release)
         self.release.mkdir()
         with zipfile.ZipFile(self.release / f"vllm_metal-{version}-py3-none-any.whl", "w") as made:
@@ -189,7 +189,7 @@ class Machine:
         (self.release / "SHA256SUMS").write_text("".join(sums))
 
     def install(self, *options, shell="sh", **variables):
-        """Runs it as a shell runs what curl gives it; its result and the doubles' calls."""
+        """Runs the script as piped from curl; returns its result and the fakes' calls."""
         calls = self.folder / "calls"
         calls.write_text("")
         done = subprocess.run(
@@ -221,7 +221,7 @@ class Machine:
         return done, calls
 
     def serves(self, name="vllm-metal"):
-        """The version that the command of that name in ~/.local/bin is."""
+        """Returns the version of a command in ~/.local/bin."""
         program = self.home / ".local/bin" / name
         env = {"PATH": str(self.doubles), "CALLS": os.devnull, "VLLM_METAL_DEVICE": "cpu"}
         return subprocess.run(
@@ -238,7 +238,7 @@ def digest(path):
 
 @pytest.fixture(params=["Darwin", pytest.param("Linux", marks=pytest.mark.slow)])
 def machine(request, tmp_path):
-    """Of one system by day: what they differ in has tests of its own."""
+    """Runs on one system, on both nightly; separate tests cover their differences."""
     return Machine(request.param, tmp_path)
 
 
@@ -343,7 +343,7 @@ def test_without_uv_and_python_the_way_to_get_them_is_named(linux):
 
 
 def everything_in(home):
-    """What lies there, but for folders that are empty of files."""
+    """Returns all files in the home, without empty folders."""
     found = {path.relative_to(home) for path in home.rglob("*")}
     return {str(path) for path in found if (home / path).is_symlink() or (home / path).is_file()}
 
@@ -434,7 +434,7 @@ PLACES = {
 
 
 def places(*by_day, also_set=False):
-    """Those of PLACES, of which some are tried by day already."""
+    """Yields PLACES, without those tested by default."""
     return [
         pytest.param(place, marks=() if place in by_day else pytest.mark.more)
         for place in PLACES

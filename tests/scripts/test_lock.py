@@ -61,7 +61,7 @@ def wheel(folder, name, version, *requires, tag="py3-none-any"):
 
 
 def source_archive(folder, name, version):
-    """Of a package whose metadata is static, so that no build is needed to read it."""
+    """Makes a package with static metadata, so that reading it needs no build."""
     project = f'[project]\nname = "{name}"\nversion = "{version}"\n'
     about = f"Metadata-Version: 2.2\nName: {name}\nVersion: {version}\n"
     with tarfile.open(folder / f"{name}-{version}.tar.gz", "w:gz") as made:
@@ -73,7 +73,7 @@ def source_archive(folder, name, version):
 
 @pytest.fixture
 def clone(tmp_path):
-    """The script in a project of two kinds of set-up, whose engine needs tokens of 2 to 3."""
+    """A project with the script and two kinds of set-up, whose engine needs tokens 2 to 3."""
     assert UV, "make setup-dev installs uv; it is not in this environment"
     root, index = tmp_path / "clone", tmp_path / "index"
     folders = ("scripts", "requirements", ".venv/bin", "interpreter")
@@ -206,7 +206,7 @@ def tags(machine, pythons=PYTHONS):
 
 @pytest.fixture
 def linux_clone(clone):
-    """It needs torch on Linux, and a compiled package that any Linux has."""
+    """Adds torch on Linux, and a compiled package for any Linux."""
     index = clone.parent / "index"
     for machine in MACHINES:
         for tag in tags(machine):
@@ -216,7 +216,7 @@ def linux_clone(clone):
 
 
 def targets(text):
-    """Those that a line of `text` names."""
+    """Returns the targets that a line of `text` names."""
     found = re.findall(r"Linux on (\w+), Python ([\d.]+):", text)
     return sorted(found, key=lambda target: (MACHINES.index(target[0]), target[1]))
 

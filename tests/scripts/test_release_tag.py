@@ -37,7 +37,7 @@ def release():
 
 @pytest.fixture
 def clone(tmp_path):
-    """Sources of 0.32.0.2 over vLLM 0.32.0; `change` writes another text into a file of them."""
+    """Sources of 0.32.0.2 over vLLM 0.32.0; `change` rewrites one of their files."""
     (tmp_path / "requirements").mkdir()
     (tmp_path / "requirements" / "vllm.txt").write_text("# vLLM\nvllm==0.32.0\n")
     (tmp_path / "pyproject.toml").write_text('[project]\nversion = "0.32.0.2"\n')

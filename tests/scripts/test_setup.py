@@ -61,7 +61,7 @@ fi
 
 @dataclass
 class Machine:
-    """A folder of doubles, and a clone with the scripts and requirements alone."""
+    """A folder of fake programs, and a clone with scripts and requirements only."""
 
     doubles: Path
     clone: Path
@@ -77,7 +77,7 @@ class Machine:
         return self.add(name, PYTHON.format(version=f"3.{minor}", minor=minor))
 
     def uv(self, minor=12, answer=":", path=None):
-        """A uv whose environments have Python 3.`minor`."""
+        """Makes a uv whose environments have Python 3.`minor`."""
         self.python("venv-python", minor)
         made = self.add("uv", UV.format(answer=answer))
         if path is not None:
@@ -94,7 +94,7 @@ class Machine:
         self.add("uname", '#!/bin/bash\n[ "$1" = -m ] && echo x86_64 || echo Linux\n')
 
     def set_up(self, *arguments, **variables):
-        """Runs the script; its result and the calls of the doubles, a line each."""
+        """Runs the script; returns its result and the fakes' calls, one per line."""
         calls = self.clone / "calls"
         calls.write_text("")
         done = subprocess.run(
@@ -130,7 +130,7 @@ def machine(tmp_path):
 
 
 def installs(calls, command):
-    """What is given to `command` ... install, without the options that are always the same."""
+    """Returns the variable arguments of `command` ... install."""
     fixed = ("--disable-pip-version-check", "--no-deps", "--no-compile", ".venv/bin/python")
     return [
         [word for word in call.split(" install ")[1].split() if word not in (*fixed, "--python")]
@@ -414,7 +414,7 @@ def test_users_get_nothing_that_only_tests_need():
 
 
 def lock(name):
-    """The pins of a lock file, a line each."""
+    """Returns the pins of a lock file."""
     lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
     return [line for line in lines if "==" in line and not line.startswith("#")]
 

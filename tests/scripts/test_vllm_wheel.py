@@ -68,7 +68,7 @@ CONTENT = {
 
 @pytest.fixture
 def source(tmp_path):
-    """In a folder of its own, which an index can be; the pin is beside that."""
+    """Makes a source in a folder that can be an index; the pin is beside it."""
     path = tmp_path / "index" / "vllm-7.1.0.tar.gz"
     path.parent.mkdir()
     with tarfile.open(path, "w:gz") as made:
@@ -86,7 +86,7 @@ def pin(folder, content):
 
 
 def make(tmp_path, folder="out", **variables):
-    """Runs the script to its end, without a network."""
+    """Runs the script without a network."""
     offline = {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
     return subprocess.run(
         [sys.executable, SCRIPT, "--pin", tmp_path / "vllm.txt", tmp_path / folder],

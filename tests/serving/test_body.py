@@ -22,7 +22,7 @@ TEXT = '{"a": ["b", {"c": [1, 2]}], "\\"}]:": 3}'
 
 
 def schema(depth):
-    """Of a tool's parameters, each an object with others in it."""
+    """Makes a tool schema with nested objects."""
     if depth == 0:
         return {"type": "string", "enum": ["a", "b"], "description": TEXT}
     properties = {f"name_{number}": schema(depth - 1) for number in range(4)}
@@ -99,7 +99,7 @@ def test_no_body_is_read_in_the_square_of_its_length():
 
 
 def read(messages, limits=SMALL, length=None):
-    """What is made of a connection's messages; after the last, nothing comes."""
+    """Parses a connection's messages; nothing follows the last."""
 
     async def play():
         waiting = list(messages)

@@ -8,7 +8,7 @@ from vllm_metal.serving import config, tenants_file
 
 @pytest.fixture
 def folder(tmp_path):
-    """Has the files that a configuration of tenants names."""
+    """A folder with the files that a tenants configuration names."""
     tenants_file.add(tmp_path / "tenants.json", "acme")
     (tmp_path / "secret").write_text("0123456789abcdef")
     (tmp_path / "secret").chmod(0o600)

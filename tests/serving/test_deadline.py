@@ -13,7 +13,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "tempe
 
 
 class Clock:
-    """`asyncio.sleep` that ends when the tests say so."""
+    """An `asyncio.sleep` controlled by the tests."""
 
     def __init__(self):
         self.now, self._sleepers = 0.0, []
@@ -24,7 +24,7 @@ class Clock:
         await woken.wait()
 
     async def pass_by(self, seconds):
-        """Lets time go by, and everybody act who wakes up."""
+        """Advances time, and lets woken tasks run."""
         end = self.now + seconds
         while due := [pair for pair in self._sleepers if pair[0] <= end]:
             first = min(due, key=lambda pair: pair[0])
@@ -37,7 +37,7 @@ class Clock:
 
 
 async def until(condition):
-    """Threads of the store's have to answer, whatever the clock says."""
+    """Waits for the store's threads in real time."""
     while not condition():
         await asyncio.sleep(0.001)
 
@@ -48,7 +48,7 @@ async def settle():
 
 
 def late(tmp_path, app, seconds, **request):
-    """A request of which `seconds` go by while vLLM computes; limit 10 s."""
+    """Makes a request during whose computation `seconds` pass; limit 10 s."""
 
     async def play():
         clock = Clock()

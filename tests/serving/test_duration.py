@@ -16,7 +16,7 @@ NAME = "vllm:request_duration_seconds"
 
 
 def counts(gate):
-    """How many requests ended in each way; only those that some did."""
+    """Returns the nonzero numbers of requests by outcome."""
     found = {name: counted(gate, f"{NAME}_count", outcome=name) for name in get_args(Outcome)}
     return {name: count for name, count in found.items() if count}
 

@@ -45,7 +45,7 @@ def made(app, tmp_path):
 
 
 def refused(gate, app, status, *args, **kwargs):
-    """A request that is refused before vLLM sees it."""
+    """Asserts that a request is rejected before vLLM sees it."""
     before = app.asked
     reply = run(ask(gate, *args, **kwargs))
     assert (reply.status, app.asked) == (status, before), reply.body

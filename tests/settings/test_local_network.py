@@ -11,7 +11,7 @@ from vllm_metal.settings import local_network
 
 
 def wrapped(error):
-    """As a library hands it on."""
+    """Wraps an error like a library."""
     try:
         try:
             raise error

@@ -72,7 +72,7 @@ def rows(classes, wanted):
 
 
 def parameters(kind, **fields):
-    """What a server makes of a request."""
+    """Returns the parameters that a server makes of a request."""
     request = kind(**(ASKED[kind] | fields))
     return request.to_sampling_params(64, {})
 

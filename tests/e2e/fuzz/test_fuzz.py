@@ -127,7 +127,7 @@ def test_a_failure_is_reported_by_the_command_that_shows_it():
 
 
 def fails_with(requests, name):
-    """Fakes a failure that requires some requests and a feature that `name` removes."""
+    """Returns a predicate: the run has these requests and a feature that `name` removes."""
     return lambda run: (
         set(requests) <= {request.index for request in run.requests}
         and cut(run, None, [name]) != run

@@ -32,7 +32,7 @@ STEPS = [
 
 
 def naive(queries, keys, values, place, window, begins):
-    """[H, D] of a row at a place; `begins`: of the run that it is in, and the place behind it."""
+    """Returns [H, D] for the row at `place`; `begins`: start of its run, and the place after it."""
     begin, end = begins
     seen = [at for at in range(max(place + 1, end)) if at <= place or begin <= at < end]
     if window is not None:

@@ -17,7 +17,7 @@ LENGTHS, STEPS = [44, 23, 1], 7  # past the end of a block
 
 
 class Gained(nn.Module):
-    """A module whose result is multiplied by a value of each row."""
+    """Multiplies its result by a value per row."""
 
     def __init__(self, inner):
         super().__init__()

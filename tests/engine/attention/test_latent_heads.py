@@ -26,7 +26,7 @@ def projections(quantized):
 
 
 def weights(layer):
-    """[H, out, in] float64."""
+    """Returns [H, out, in] float64."""
     if "scales" not in layer:
         return np.array(layer.weight, np.float64)
     packing = layer.group_size, layer.bits
@@ -35,7 +35,7 @@ def weights(layer):
 
 
 def absorbed(queries, context, made, sinks=None):
-    """[Q, H, value] as the layer's own form has it: queries in the latents' space."""
+    """Returns [Q, H, value] in the layer's own form, with queries in latent space."""
     embed, unembed = weights(made.embed), weights(made.unembed)
     rows, rotated = queries[..., : HEADS.key], queries[..., HEADS.key :]
     latents, keys = context[:, : HEADS.rank], context[:, HEADS.rank :]
@@ -56,7 +56,7 @@ def drawn(num_rows, length):
 
 
 def few_at_once(monkeypatch, length, heads):
-    """So many heads, and 17 rows."""
+    """Limits the size of calls to `heads` heads and 17 rows."""
     monkeypatch.setattr(buckets, "MIN_ROWS", 17)
     monkeypatch.setattr(buckets, "MAX_SCORES", 17 * length)
     numbers = 2 * length * (HEADS.key + HEADS.rotated + HEADS.value + 17)

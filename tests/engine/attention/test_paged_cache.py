@@ -24,7 +24,7 @@ BLOCK = 16
 
 
 class Turns:
-    """Counts writes, by how many elements of a row they rotate."""
+    """Counts writes by the number of rotated elements per row."""
 
     def __init__(self, compiler):
         self.compiler, self.writes = compiler, Counter()
@@ -54,7 +54,7 @@ def run_of(model, family, backend, dtype=mx.float32):
 
 
 def served(run, steps=(20, 1, 1, 3, 1)):
-    """[R, V] logits of steps of two requests, of so many rows each."""
+    """Returns [R, V] logits of steps of two requests with these row counts."""
     tokens = np.random.default_rng(0).integers(0, 64, (2, sum(steps))).tolist()
     texts = Texts(run, tokens)
     return np.stack([texts.step(count) for count in steps])

@@ -146,7 +146,7 @@ def own_layout(layout):
 
 
 class Layers:
-    """An indexer's keys, and K/V or latents of the requests, in a pool whose other rows are NaN."""
+    """An indexer's keys, and requests' K/V or latents in a pool with NaN elsewhere."""
 
     def __init__(self, case, backend, layout, sinks=None):
         self.case, self.layout, rng = case, layout, np.random.default_rng(0)
@@ -173,7 +173,7 @@ class Layers:
         return self.rows[0][0][mirrored(slots), 0]
 
     def keep_only(self, index, held):
-        """Leaves NaN in all other rows of a layer's pool; [heads, slots] bool."""
+        """Sets all other rows of a layer's pool to NaN; `held`: [heads, slots] bool."""
         cache, arrays = self.caches[index], []
         cache.wait_for_device()
         for array, rows in zip(cache.arrays, self.rows[index], strict=False):
@@ -192,7 +192,7 @@ class Layers:
         return held
 
     def run(self, given, positions):
-        """Places chosen by each token, and its output, of those that choose."""
+        """Returns positions chosen by each sparse token, and its output."""
         index, layer = self.caches
         both = list(zip(self.scopes, self.layouts, strict=True))
         plans = [scope.plan_of(layout) for scope, layout in both]
@@ -244,7 +244,7 @@ def chosen_of_groups(groups, query, rows, weights):
 
 
 def expected_of(layers, table, position, query, weights, of_layer):
-    """A token's chosen positions, and its output, by a loop over its context and heads."""
+    """Returns a token's choices and output by a loop over its context and heads."""
     case, (keys, values) = layers.case, layers.rows[1]
     slots = slots_of(table, np.arange(position + 1))
     rows = layers.index_keys(slots).astype(np.float64)
@@ -263,7 +263,7 @@ def expected_of(layers, table, position, query, weights, of_layer):
 
 
 def check(layers, owners, positions, given, results):
-    """`owners`: each token's request; the places are slots, or rows that the step writes."""
+    """Checks results; `owners`: each token's request; places are slots or new rows."""
     tokens, places, out = results
     written = layers.layout.slot_mapping_np
     for token, place, found in zip(tokens.tolist(), places, out, strict=True):
@@ -287,7 +287,7 @@ def inputs_of(case, num_tokens):
 
 
 def held_by(case, places):
-    """Rows of each K/V head at the places of its choices, [heads, slots] bool."""
+    """Returns [heads, slots] bool: rows of each K/V head at its chosen places."""
     held = np.zeros((case.kv_heads, NUM_BLOCKS * BLOCK), bool)
     num_choices = places.shape[1]
     for head in range(case.heads):

@@ -44,14 +44,14 @@ def reference():
 
 
 def expected_of(model, text, num_prompt_tokens):
-    """Logits of a text whose prompt is one bidirectional block."""
+    """Returns logits of a text whose prompt is one bidirectional block."""
     kinds = (torch.arange(len(text)) < num_prompt_tokens).long()[None]
     with torch.no_grad():
         return model(torch.tensor([text]), token_type_ids=kinds).logits[0].numpy()
 
 
 class Step:
-    """Two requests whose texts are known, computed in steps."""
+    """Two requests with known texts, computed in steps."""
 
     def __init__(self, model, texts):
         self.run = executor(model, "hrm_text", num_blocks=20)
@@ -64,7 +64,7 @@ class Step:
             self.column.enter(state)
 
     def compute(self, counts, done):
-        """Logits of each request's next `counts` tokens; `done` are computed."""
+        """Returns logits of each request's next `counts` tokens; `done` are computed."""
         for req_id, number in done.items():
             self.requests.num_computed_tokens_np[self.requests[req_id].req_idx] = number
         batch = prepare(self.requests, counts, mx.zeros(2, mx.int32))

@@ -25,7 +25,7 @@ def new_request(req_id, prompt, block_ids, num_computed_tokens=0):
 
 
 def word(**told):
-    """What the scheduler says of a step, nothing but `told`."""
+    """Returns scheduler output with only `told` set."""
     return replace(SchedulerOutput.make_empty(), **told)
 
 

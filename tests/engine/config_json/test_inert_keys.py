@@ -27,7 +27,7 @@ def tree(module):
 
 
 def fields(module):
-    """Of the module's dataclasses."""
+    """Returns the fields of the module's dataclasses."""
     classes = [node for node in ast.walk(tree(module)) if isinstance(node, ast.ClassDef)]
     return {
         each.target.id
@@ -40,7 +40,7 @@ def fields(module):
 
 @functools.cache
 def used(module):
-    """Names of attributes and texts in the module and in those it imports."""
+    """Returns names of attributes and strings in the module and its imports."""
     names = set()
     for node in ast.walk(tree(module)):
         if isinstance(node, ast.Attribute):

@@ -61,7 +61,7 @@ def tokens(length=40):
 
 
 def compare(model, folder):
-    """The largest difference from transformers' log-probabilities, which vary."""
+    """Returns the largest difference from transformers' log-probabilities, which must vary."""
     (expected,) = log_probabilities(model, [tokens()])
     assert len(set(expected.argmax(-1).tolist())) > 5, "the weights say nothing"
     return np.abs(ours(folder, tokens()) - expected).max()
@@ -114,14 +114,14 @@ def test_positions_are_scaled_in_every_family(name, rope, tmp_path):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A folder, and transformers' model."""
+    """A folder, and transformers' model of it."""
     model, folder = make(FAMILIES["llama"]), tmp_path_factory.mktemp("llama")
     write(model, folder)
     return folder, model
 
 
 def changed(folder, out, **keys):
-    """The same folder with other keys in its config.json."""
+    """Copies the folder with changed config.json keys."""
     shutil.copytree(folder, out, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text()) | keys
     (out / "config.json").write_text(json.dumps(config))
@@ -191,7 +191,7 @@ OF_ANOTHER = {**registry.MODEL_REMAPPING, **registry.TEXT_MODELS}
 
 
 def with_transformers_class():
-    """Modules of mlx-lm that read a configuration of transformers, or of its text model alone."""
+    """Returns mlx-lm's modules that read a whole transformers configuration or its text part."""
     folder = Path(mlx_lm.models.__path__[0])
     paths = folder.glob("*.py")
     found = {path.stem for path in paths if "class ModelArgs" in path.read_text()}

@@ -18,7 +18,7 @@ _LIMIT_S = 60  # of every wait; only a broken heartbeat takes so long
 
 
 class Clock:
-    """Seconds, as a test sets them; and which rank has heard something, each time."""
+    """A clock set by the test; also records which rank received something."""
 
     def __init__(self):
         self.now, self.heard = 0.0, queue.Queue()
@@ -42,7 +42,7 @@ def clock(monkeypatch):
 
 
 class Board:
-    """What ranks in threads share; see `groups.share`."""
+    """State shared by ranks in threads; see `groups.share`."""
 
     def __init__(self, size):
         self._given = [None] * size
@@ -59,7 +59,7 @@ class Board:
 
 @pytest.fixture
 def three(clock):
-    """Heartbeats of three ranks; and what each loses, by rank. No time passes by itself."""
+    """Heartbeats of three ranks, and the ranks each lost. Time only passes by the clock."""
     board, joined = Board(3), {}
 
     def join(rank):
@@ -80,7 +80,7 @@ def three(clock):
 
 
 def fall_silent(joined, clock):
-    """Rank 0 watches, rank 1 sends a beat now and then, and rank 2 keeps its connection."""
+    """Rank 0 watches, rank 1 sends beats, and rank 2 only keeps its connection."""
     joined[0].start()
     for _ in range(3):
         joined[1].peers[0].send(b".")

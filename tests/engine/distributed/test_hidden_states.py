@@ -14,7 +14,7 @@ from vllm_metal.engine.models.stage import HIDDEN
 
 
 class Pipe:
-    """Stands for vLLM's group of two ranks."""
+    """Replaces vLLM's group of two ranks."""
 
     def __init__(self):
         self.sent = deque()

@@ -12,7 +12,7 @@ from vllm_metal.engine.distributed import groups, machines
 
 
 def found(monkeypatch, parallel, rank, others, init_method):
-    """What `rank` finds, where the others give these."""
+    """Returns the result of `rank`, given the others' values."""
 
     def share(mine):
         return [mine if each is None else each for each in others]

@@ -12,7 +12,7 @@ from vllm_metal.engine.distributed import on_ray
 
 @pytest.fixture
 def parallel(monkeypatch):
-    """An engine's, where Ray's environments of workers are mappings."""
+    """Parallel configuration of an engine, with mappings as worker environments."""
     monkeypatch.setitem(sys.modules, "ray.runtime_env", SimpleNamespace(RuntimeEnv=dict))
     monkeypatch.setenv("SET_HERE", "1")
     monkeypatch.delenv("NOT_SET", raising=False)

@@ -22,14 +22,14 @@ APART = 2e-5
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """What each of two ranks found."""
+    """Output of each of two ranks."""
     out = ranks.run("engine.distributed.whole_and_shared", tmp_path_factory.mktemp("ring"))
     return [json.loads(of_rank) for of_rank in out]
 
 
 @pytest.fixture
 def of_ranks(printed):
-    """What each rank found of small models."""
+    """Results of each rank for small models."""
     return [of_rank["models"] for of_rank in printed]
 
 

@@ -25,7 +25,7 @@ def delta(low_rank):
 
 
 class Model(nn.Module):
-    """Its `sanitize` is what the test says."""
+    """A model with the test's `sanitize`."""
 
     def __init__(self, sanitize):
         super().__init__()
@@ -98,7 +98,7 @@ def test_experts_of_one_parameter_alone():
 
 
 def stacking(weights):
-    """As mlx-lm's models do it: experts of every layer, all there or none."""
+    """Stacks experts of a layer as mlx-lm's models do: all or none."""
     for layer in range(2):
         stem = f"layers.{layer}.mlp"
         if "layers.0.mlp.experts.0.up_proj.weight" not in weights and layer == 0:

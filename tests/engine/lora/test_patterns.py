@@ -37,7 +37,7 @@ def some(rng, values, least=1):
 
 
 def draw_targets(rng, kind):
-    """Which modules or parameters are updated, as a PEFT configuration says it."""
+    """Draws updated modules or parameters, as in a PEFT configuration."""
     if kind == "qwen3_moe" and rng.random() < 0.8:
         modules = some(rng, MODULES, 0)
         return {"target_modules": modules, "target_parameters": some(rng, [*EXPERTS, ROUTER])}
@@ -64,7 +64,7 @@ def draw_config(rng, kind):
 
 
 def edit(rng, config):
-    """What users change of a saved configuration."""
+    """Edits a saved configuration as users might."""
     config["init_lora_weights"] = True  # PEFT updates nothing where the file has no tensors
     if rng.random() < 0.3 and config["alpha_pattern"]:
         config["alpha_pattern"] = dict(reversed(config["alpha_pattern"].items()))
@@ -80,7 +80,7 @@ def edit(rng, config):
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
 def base(request, tmp_path_factory):
-    """A toy, and its weights as mlx-lm has them."""
+    """A toy, and its weights in mlx-lm."""
     toy = Toy(request.param, tmp_path_factory.mktemp(request.param))
     model = dense_model(Path(toy.save()))
     return toy, model
@@ -91,7 +91,7 @@ def weights(model):
 
 
 def write_adapter(toy, seed, folder):
-    """An adapter whose configuration was perhaps edited; PEFT's merged model, or its error."""
+    """Writes an adapter with a possibly edited configuration; returns PEFT's model or error."""
     rng, path = random.Random(seed), folder / "adapter" / "adapter_config.json"
     toy.adapter(path.parent, seed, **draw_config(rng, toy.kind))
     config = json.loads(path.read_text())
@@ -105,13 +105,13 @@ def write_adapter(toy, seed, folder):
 
 
 def read(folder, model):
-    """Updates by mlx-lm's modules."""
+    """Returns updates by mlx-lm's modules."""
     adapter = read_adapter(AdapterFiles.find("mine", str(folder)).read(), 64)
     return on_modules(adapter, model)
 
 
 def fits(folder, model):
-    """Whether an engine would take the adapter: it can be read, and is of the model's shapes."""
+    """Returns whether an engine accepts the adapter: it is readable and fits the model."""
     try:
         updates, found = read(folder, model), weights(model)
     except AdapterError:
@@ -123,7 +123,7 @@ def fits(folder, model):
 
 
 def check(base, seed, folder):
-    """Writes an adapter and compares what it updates; False: PEFT refuses the adapter, too."""
+    """Writes an adapter and compares its updates; returns False if PEFT rejects it too."""
     toy, model = base
     try:
         config, merged = write_adapter(toy, seed, folder)
@@ -138,7 +138,7 @@ def check(base, seed, folder):
 
 
 def compare(merged, model, folder, named):
-    """Asserts that our updates make PEFT's merged weights of the model's."""
+    """Asserts that our updates reproduce PEFT's merged weights."""
     merged.save_pretrained(folder / "merged")
     found = weights(model)
     updates = read(folder / "adapter", model)

@@ -20,7 +20,7 @@ BLOCK = "model.layers.0"
 
 
 class Block(nn.Module):
-    """A linear layer, experts, and a layer that nobody calls."""
+    """A linear layer, experts, and an unused layer."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """A block, and a head, which is called with some of a step's rows."""
+    """A block, and a head that is called with some of a step's rows."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def low_rank(sizes, seed, rank):
 
 
 def merged(weights, updates):
-    """A model with the updates in its weights."""
+    """Returns a model with the updates merged."""
     plain = Model()
     plain.update(weights)
     for name, update in updates.items():

@@ -39,13 +39,13 @@ NEEDS = (
 
 @st.composite
 def states(draw):
-    """Of a convolution's few inputs, up to 36 layers of 2 MiB and what computes them."""
+    """Draws states: from a small convolution to 36 layers of 2 MiB with their inputs."""
     return StepStates(draw(st.integers(0, 72 * MIB)), draw(st.integers(0, 72 * MIB)))
 
 
 @st.composite
 def machines(draw):
-    """A Mac of 8 to 512 GB, of which Metal recommends two thirds to three quarters, and a model."""
+    """Draws a Mac with 8 to 512 GB, two thirds to three quarters recommended, and a model."""
     ram = draw(st.integers(8, 512)) * GIB
     total = int(ram * draw(st.floats(0.66, 0.75)))
     held = draw(st.integers(0, total // 4))
@@ -90,7 +90,7 @@ def flags(draw):
 
 @st.composite
 def requests(draw):
-    """Blocks of 16 tokens, and one that vLLM keeps for itself."""
+    """Draws blocks of 16 tokens, with vLLM's null block."""
     block = draw(st.integers(1024, 16 * MIB))
     return Request(
         lambda tokens: (-(-tokens // 16) + 1) * block,

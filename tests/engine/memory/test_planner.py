@@ -30,7 +30,7 @@ WEIGHTS = 4_500_000_000  # in 4 bits
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A folder without weights."""
+    """A model folder without weights."""
     folder = tmp_path_factory.mktemp("model")
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -49,7 +49,7 @@ def model(tmp_path_factory):
 
 @dataclass
 class Gpu:
-    """MLX's figures, while steps take what they would."""
+    """Fakes MLX's memory values for steps of known cost."""
 
     active: int = 0
     peak: int = 0
@@ -60,7 +60,7 @@ class Gpu:
         monkeypatch.setattr(mx, "reset_peak_memory", lambda: setattr(self, "peak", self.active))
 
     def work(self):
-        """The largest calls of a step, its forward, and what runs few requests."""
+        """The largest calls of a step, its forward, and few requests."""
 
         def run(nbytes):
             self.peak = self.active + nbytes
@@ -74,7 +74,7 @@ class Gpu:
 
 @pytest.fixture
 def serve(model, monkeypatch):
-    """Bytes of the KV pool on `mac`, measured while the model's pages are there."""
+    """Returns the bytes of the KV pool on `mac`, measured with the model loaded."""
 
     def serve(mac, loaded=None, weights=WEIGHTS, **options):
         names = ("transfer_bytes", "adapters", "image_bytes")

@@ -17,7 +17,7 @@ from vllm_metal.engine.memory.pressure import (
 
 
 class System:
-    """A clock, and a level of memory pressure that counts who asks."""
+    """A clock, and a level of memory pressure that counts queries."""
 
     def __init__(self):
         self.now, self.level, self.asked = 0.0, NORMAL, 0
@@ -39,7 +39,7 @@ def pressure(system):
 
 @pytest.fixture
 def log():
-    """Messages of the module."""
+    """The module's log messages."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())

@@ -43,7 +43,7 @@ REQUESTS = 2
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A network with its layers and settings, by family and drafts; each loaded once."""
+    """Networks with their layers and settings, by family and drafts; each loaded once."""
     root = tmp_path_factory.mktemp("states")
     written = {}
 

@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 class Mac:
-    """MLX's limit as it was set, with what it returns; and macOS's count of wired bytes."""
+    """MLX's limit as set, with its return value; and macOS's count of wired bytes."""
 
     def __init__(self, monkeypatch, memory=64 * GIB, weights=40 * GIB, wired=60 * GIB):
         self.limits = [0]

@@ -26,7 +26,7 @@ NUM_STEPS = 12  # over the end of a block
 
 
 class Texts:
-    """Requests whose tokens are known, and computed in steps."""
+    """Requests with known tokens, computed in steps."""
 
     def __init__(self, run, texts, num_blocks=8):
         """
@@ -43,7 +43,7 @@ class Texts:
             self._requests.add_request(new_request(str(index), text, blocks))
 
     def step(self, num_tokens):
-        """[R, V] logits of the last of the next tokens of each request."""
+        """Returns [R, V] logits of the last of each request's next tokens."""
         states = list(self._requests)
         for state in states:
             self._requests.num_computed_tokens_np[state.req_idx] = self._done
@@ -55,7 +55,7 @@ class Texts:
 
 
 def calls(model, monkeypatch):
-    """How often the model's Python runs, as a list that grows."""
+    """Returns a growing list of the runs of the model's Python."""
     made, family = [], type(model)
     call = family.__call__
 
@@ -200,7 +200,7 @@ def sharing_executor(model, num_blocks, backend):
 
 
 class RandomBatches:
-    """Steps of any of a few requests: most decode, some verify drafts or begin anew."""
+    """Steps of a few requests: most decode, some verify drafts or start."""
 
     NUM_REQUESTS, LENGTH = 6, 120
 

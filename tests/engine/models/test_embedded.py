@@ -24,7 +24,7 @@ from vllm_metal.engine.weights import gguf
 
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Path, Path]:
-    """SmolLM2, converted once a run: (4-bit directory, float32 directory)."""
+    """SmolLM2, converted once per run: (4-bit directory, float32 directory)."""
     return embedded_model_path(dequantize=False), embedded_model_path(dequantize=True)
 
 

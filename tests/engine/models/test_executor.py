@@ -76,7 +76,7 @@ SMALL = further.ALL
 
 
 def build(model_type: str):
-    """A small model of the family with random weights."""
+    """Makes a small model of the family with random weights."""
     seam.install()
     if model_type in SMALL:
         return make_model(SMALL[model_type], seed=7)
@@ -100,7 +100,7 @@ def executor(model, model_type: str, num_blocks: int, elements=mx.float32, backe
 
 
 def new_request(req_id, tokens, block_ids):
-    """As vLLM's scheduler sends it."""
+    """Makes a request as vLLM's scheduler sends it."""
     return NewRequestData(req_id, tokens, [], SamplingParams(), None, [block_ids], 0, None)
 
 
@@ -135,7 +135,7 @@ def test_rows_that_sample_have_logits_of_their_own(model_type):
 
 
 def mixed_batch(model_type):
-    """A model, prompts, blocks for them, and the logits of mlx-lm's dense forward."""
+    """A model, prompts, their blocks, and the logits of mlx-lm's dense forward."""
     model = build(model_type)
     rng = np.random.default_rng(3)
     lengths = [70, 33, 1, 48]
@@ -147,7 +147,7 @@ def mixed_batch(model_type):
 
 
 def of_states(run, batch, tables):
-    """Logits of every row, in two pieces; by request."""
+    """Returns logits of every row by request, computed in two pieces."""
     states = run.forward_hidden(batch, tables)
     middle = len(states) // 2
     halves = states[:middle], states[middle:]
@@ -162,12 +162,12 @@ def of_sampling_rows(run, batch, tables):
 
 
 def chunk_by_chunk(model, model_type, prompts, blocks, logits_of):
-    """The logits that a paged model gives of each prompt, whose chunks share batches."""
+    """Returns a paged model's logits of each prompt, with chunks that share batches."""
     return chunk_of(executor(model, model_type, num_blocks=40), prompts, blocks, logits_of)
 
 
 def chunk_of(run, prompts, blocks, logits_of):
-    """Runs prompts on a paged model, chunk by chunk; what `logits_of` gives, by prompt."""
+    """Runs prompts on a paged model in chunks; returns results of `logits_of` by prompt."""
     requests = Requests(len(prompts), 128, BlockTables(1, len(prompts), 9))
     for index, prompt in enumerate(prompts):
         ids = blocks[index * 6 : index * 6 + -(-len(prompt) // BLOCK)].tolist()

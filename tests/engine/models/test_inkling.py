@@ -47,7 +47,7 @@ def widen_window(monkeypatch):
 
 
 def forget(part):
-    """A fault that zeroes what one of the convolutions remembers of the block before."""
+    """Plants a fault that clears a convolution's memory at block boundaries."""
 
     def plant(monkeypatch):
         start = sequence_calls.ByOperations.__init__
@@ -142,7 +142,7 @@ OWN_KEYS = {
 
 
 def read(**changes):
-    """The text's keys as the module reads them, of a file in Inkling's own words."""
+    """Returns the text's keys as the module reads them from a published file."""
     text = of_mlx_vlm.FAMILIES["inkling_mm_model"].config["text_config"] | OWN_KEYS | changes
     text = {key: value for key, value in text.items() if value is not None}
     content = {

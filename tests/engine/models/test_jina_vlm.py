@@ -28,7 +28,7 @@ ATTENTION, FFN = "block_config.attn_config.", "block_config.ffn_config."
 
 
 def changed(changes):
-    """The published text configuration with other values at dotted paths."""
+    """Returns the published text configuration with changes at dotted paths."""
     text = json.loads(json.dumps(JINA))
     for path, value in changes.items():
         *blocks, key = path.split(".")
@@ -45,7 +45,7 @@ def configure(folder, changes):
 
 
 def unpatched():
-    """mlx-vlm's module of the text model as it is installed."""
+    """Returns mlx-vlm's unpatched module of the text model."""
     patched = mlx_vlm_text.imported(MLX_VLM_MODELS["jvlm"]).language
     spec = importlib.util.spec_from_file_location(f"{patched.__name__}_as_is", patched.__file__)
     module = importlib.util.module_from_spec(spec)

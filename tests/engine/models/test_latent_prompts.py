@@ -33,7 +33,7 @@ FEWEST = 50  # rows for which a layer of such sizes builds keys and values
 
 @pytest.fixture
 def built(monkeypatch):
-    """(rows, context) of each call that built keys and values."""
+    """(rows, context) of each call that expanded keys and values."""
     calls, attend = [], latent_heads.attend
 
     def noting(queries, context, *rest):

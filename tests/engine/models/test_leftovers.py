@@ -40,7 +40,7 @@ def add(folder, added):
 
 
 def say(folder, **keys):
-    """Changes config.json; None takes a key away."""
+    """Changes config.json; None removes a key."""
     path = folder / "config.json"
     content = json.loads(path.read_text()) | keys
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))

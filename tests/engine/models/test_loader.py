@@ -33,7 +33,7 @@ CONFIG = {
 
 
 def write(folder, quantization=None, **changes):
-    """A model folder with random weights, in MLX's layout."""
+    """Writes a model folder with random weights in MLX's layout."""
     config = CONFIG | changes
     mx.random.seed(1)
     model = llama.Model(llama.ModelArgs.from_dict(config))
@@ -181,7 +181,7 @@ def test_a_family_mlx_lm_lacks_is_named(tmp_path):
 
 
 def load_pair(target, draft, **options):
-    """The draft model of a target, loaded for it."""
+    """Loads the draft model of a target."""
     speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
     args = EngineArgs(
         model=str(target),
@@ -207,7 +207,7 @@ def write_tokenizer(folder, tokens, added=(), unigram=False):
 
 @pytest.fixture
 def pair(tmp_path):
-    """Folders of a target and of a draft model with one layer."""
+    """Folders of a target and of a one-layer draft model."""
     folders = tmp_path / "target", tmp_path / "draft"
     for folder, num_layers in zip(folders, (2, 1), strict=True):
         folder.mkdir()

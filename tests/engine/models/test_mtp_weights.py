@@ -53,7 +53,7 @@ def mlp(name, size):
 
 
 def layer(name, sparse):
-    """Shapes of a layer of MLA, as its authors publish it."""
+    """Returns the shapes of an MLA layer as published."""
     attention = {
         "q_a_proj.weight": (40, HIDDEN),
         "q_a_layernorm.weight": (40,),
@@ -77,7 +77,7 @@ def layer(name, sparse):
 
 
 def write(folder, model_type, fp8):
-    """A model of two layers, and an MTP layer that is a copy of the second."""
+    """Writes a two-layer model, and an MTP layer that copies the second layer."""
     rng = np.random.default_rng(0)
     shapes = {"model.embed_tokens.weight": (32, HIDDEN), "lm_head.weight": (32, HIDDEN)}
     shapes |= {"model.norm.weight": (HIDDEN,)}
@@ -110,7 +110,7 @@ def write(folder, model_type, fp8):
 
 
 def configured(folder, dtype):
-    """As much of vLLM's configuration as is read."""
+    """Returns the parts of vLLM's configuration that are read."""
     checkpoint = SimpleNamespace(model=str(folder), revision=None, hf_config=None)
     return SimpleNamespace(
         speculative_config=SimpleNamespace(draft_model_config=checkpoint),

@@ -228,7 +228,7 @@ def test_sparse_layers_of_z1t_gather_few_tokens_at_once(monkeypatch):
 
 
 def with_positions(axes):
-    """A text model whose module keeps positions of the newest text, in three coordinates."""
+    """Makes a text model whose module keeps the newest text's positions, in three coordinates."""
     row = TextModel("glm_ocr", position_axes=axes)
     mlx_vlm_text.imported(row)
     registry.install()

@@ -83,7 +83,7 @@ def test_embeddings_may_come_from_elsewhere(model, make):
 
 
 class Nameless(llama.LlamaModel):
-    """Keeps its embedding under a name of its own."""
+    """Stores its embedding under an unusual name."""
 
     def __init__(self, args):
         super().__init__(args)
@@ -97,7 +97,7 @@ class Nameless(llama.LlamaModel):
 
 
 class Untied(llama.Model):
-    """Reads the head's weights from a layer of its own."""
+    """Reads the head's weights from a separate layer."""
 
     def __call__(self, inputs, cache=None):
         return self.lm_head(self.model(inputs, cache))
@@ -162,7 +162,7 @@ def test_hidden_states_of_all_rows_reach_whoever_asked(model):
 
 
 class WithKeys(llama.TransformerBlock):
-    """Returns keys and values for later layers, as Gemma 4's and Hunyuan's layers do."""
+    """Returns keys and values for later layers, as Gemma 4 and Hunyuan do."""
 
     def __call__(self, x, mask=None, cache=None):
         return super().__call__(x, mask, cache), (x, x), None

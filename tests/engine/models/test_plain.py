@@ -33,7 +33,7 @@ def prompts_of(lengths=(70, 33, 1, 48)):
 
 
 def dense(model, prompts):
-    """Logits of whole texts, without a cache."""
+    """Returns logits of whole texts, without a cache."""
     return [np.array(model(mx.array([p]))[0].astype(mx.float32)) for p in prompts]
 
 

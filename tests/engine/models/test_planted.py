@@ -49,7 +49,7 @@ LEAST = 19  # changes a family, without those that are no models
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """How each change ended; counted at the end."""
+    """Outcome of each change; counted at the end."""
     found = {}
     yield found
     counted = Counter(found.values())
@@ -73,7 +73,7 @@ def toys(tmp_path_factory):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a change ended."""
+    """The outcome of a change."""
 
     kind: str
     why: str = ""
@@ -81,7 +81,7 @@ class Outcome:
 
 
 def outcome(original, change, folder, omitted=False):
-    """Makes a change in both."""
+    """Makes a change in both implementations."""
     try:
         model = original.changed(change)
         expected = of_text(model)
@@ -115,13 +115,13 @@ def outcome(original, change, folder, omitted=False):
 
 
 def in_float64(model):
-    """The same model; experts one after another, since torch groups them in 32 bits at most."""
+    """Converts the model; experts run one at a time: torch groups them in 32 bits at most."""
     model.set_experts_implementation("eager")
     return model.double()
 
 
 def names(message, change):
-    """Whether an error says which key it is about."""
+    """Returns whether an error names the changed key."""
     # A key that follows from the changed one is named as well: both cannot be as they are.
     words = [*change.key.split("."), *change.keys]
     if "rope" in change.key:
@@ -132,7 +132,7 @@ def names(message, change):
 
 
 def names_one_of(keys, message):
-    """Whether an error says which key to set: one that follows from the key left out, perhaps."""
+    """Returns whether an error names a key to set, possibly one implied by the omitted key."""
     return any(re.search(rf"\b{re.escape(key)}\b", message) for key in keys)
 
 

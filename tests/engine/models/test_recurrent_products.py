@@ -41,7 +41,7 @@ FAMILIES = (
 
 
 def of_recurrent_layers(counts):
-    """Those of the projections of recurrent modules."""
+    """Selects the projections of recurrent modules."""
     modules = {found[1] for name in counts if (found := _CONVOLUTION.fullmatch(name))}
     names = {name for name in counts if any(name.startswith(f"{each}.") for each in modules)}
     return {

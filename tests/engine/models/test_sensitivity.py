@@ -162,14 +162,14 @@ def original(request, tmp_path):
 
 
 def seen(original, model):
-    """The largest difference of log-probabilities."""
+    """Returns the largest difference of log-probabilities."""
     if shapes(model) != shapes(original.model):
         return OTHER_ARRAYS
     return float(np.abs(of_text(model) - original.expected).max())
 
 
 def effects(original):
-    """By key, the largest of its changes; None where transformers has no such model."""
+    """Returns the largest effect of each key's changes; None if transformers lacks the model."""
     found = {}
     for change in original.changes():
         if change.added:
@@ -202,7 +202,7 @@ def test_each_key_counts_or_is_listed(original):
 
 
 def arrays(model):
-    """Its parameters and the buffers that are in files, by name."""
+    """Returns the model's parameters and stored buffers by name."""
     files = model.state_dict()
     tied = set(getattr(model, "_tied_weights_keys", None) or ())
     for name, array in (*model.named_parameters(), *model.named_buffers()):

@@ -66,7 +66,7 @@ def name(request):
 
 
 def small(name, topk, **changes):
-    """transformers' model whose tokens attend to at most `topk` positions."""
+    """Makes transformers' model whose tokens attend to at most `topk` positions."""
     changes |= {"max_position_embeddings": 640}
     if name not in (M3, GLM5):
         topk //= 4 if name == V4 else 1
@@ -80,7 +80,7 @@ def small(name, topk, **changes):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """Of a family and changes of its configuration: our model, and transformers'."""
+    """Our model and transformers', by family and configuration changes."""
 
     @functools.cache
     def of(name, topk=TOPK, equal_scores=False, **changes):
@@ -107,7 +107,7 @@ def farthest(found, expected):
 
 
 def in_chunks(served):
-    """Logits of all prompts' tokens."""
+    """Returns logits of all prompts' tokens."""
     cuts = [[*chunks, length - sum(chunks)] for length, chunks in PROMPTS]
     done, found = [0] * len(cuts), [[] for _ in cuts]
     while any(cuts):
@@ -186,7 +186,7 @@ def test_drafts_rejected_at_each_place(published, name, context):
 
 
 def with_shared_blocks(model, name, prompts, num_blocks):
-    """Serves two prompts, of which the second begins with blocks of the first."""
+    """Serves two prompts that share their first blocks."""
     served = Served(model, name, prompts)
     table = served.requests.block_tables.tables_np[0]
     rows = [served.requests[name].req_idx for name in "01"]
@@ -220,7 +220,7 @@ def test_a_prefix_that_is_found_or_filled_beside_it(published, name, num_blocks)
 
 
 def shifted(largest):
-    """Chooses the position before each chosen one."""
+    """Shifts each chosen position back by one."""
 
     def choose(scores, topk):
         return largest(mx.roll(scores, -1, axis=-1), topk)
@@ -269,7 +269,7 @@ def test_index_keys_of_a_found_block_count(published, name):
 
 
 def ignore_sinks(owner, attend):
-    """A fault in one of the functions that attend."""
+    """Plants a fault in one of the attention functions."""
 
     def plant(monkeypatch, model):
         before = getattr(owner, attend)
@@ -354,7 +354,7 @@ def test_published_keys_of_minimax_m3_choose_as_transformers_reads_them(topk):
 
 
 class Counted:
-    """Rows that a forward reads of the pool, by the methods that gather them."""
+    """Counts pool rows that a forward reads, by gathering method."""
 
     def __init__(self, monkeypatch):
         self.index_rows, self.chosen_rows = [], []

@@ -19,7 +19,7 @@ HIDDEN = 8
 
 
 class Named(AllRows):
-    """Gives rows as they are, and notes what it was told of them; it may want tokens."""
+    """Returns rows unchanged and records its arguments; may require tokens."""
 
     def __init__(self, wants_tokens=False):
         super().__init__()
@@ -35,7 +35,7 @@ class Named(AllRows):
 
 
 class Steps:
-    """Requests by name, each of so many tokens, through a PoolingHead."""
+    """Requests by name with given numbers of tokens, through a PoolingHead."""
 
     def __init__(self, tasks, pooling="LAST", pooler=None):
         self.requests = Requests(4, 64, BlockTables(1, 4, 5))
@@ -49,7 +49,7 @@ class Steps:
         self.rng = np.random.default_rng(0)
 
     def step(self, **counts):
-        """Results of a step with so many rows each, and the [T, H] hidden states of the rows."""
+        """Returns results of a step with these row counts, and its [T, H] hidden states."""
         batch = prepare(self.requests, counts, mx.zeros(4, mx.int32))
         hidden = self.rng.normal(size=(sum(counts.values()), HIDDEN)).astype(np.float32)
         self.end.begin(batch, mx.array(hidden[:, None]))

@@ -68,7 +68,7 @@ def test_an_architecture_says_what_a_decoder_is_for(plain, architecture, runner,
 
 @pytest.fixture
 def published(plain, tmp_path):
-    """A checkpoint with sentence-transformers files, and a function that changes one of them."""
+    """A checkpoint with sentence-transformers files, and a function to change one."""
     folder = str(shutil.copytree(plain, tmp_path / "model", symlinks=True))
     checkpoints.as_sentence_transformer(folder, dense=8)
 

@@ -12,7 +12,7 @@ BLOCK = 16
 
 
 def layout_of(begins, counts, drafts, tables, block_size=BLOCK):
-    """A step of requests that begin at these positions with so many rows each."""
+    """Makes a step of requests with these first positions and row counts."""
     bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     return StepLayout(
         bounds,
@@ -25,7 +25,7 @@ def layout_of(begins, counts, drafts, tables, block_size=BLOCK):
 
 
 def random_step(rng):
-    """As vLLM lays steps out: a request has the block of its newest token and the one before."""
+    """Makes a step like vLLM's: a request has its newest token's block and the previous one."""
     num_reqs = int(rng.integers(1, 33))
     begins = rng.integers(0, 200, num_reqs) * rng.integers(0, 2, num_reqs)
     drafts = rng.integers(0, 4, num_reqs) * rng.integers(0, 2, num_reqs)
@@ -46,7 +46,7 @@ def read(run, array, of_all):
 
 
 def played(plan, num_reqs, num_rows):
-    """The order in which each request's rows are computed, and the rows whose states are kept."""
+    """Returns the order in which rows are computed, and the rows whose states are stored."""
     rows_of, kept, places = [[] for _ in range(num_reqs)], [], []
     for run in plan.runs:
         rows = np.array(run.rows)

@@ -36,18 +36,18 @@ def interpreted():
 
 @pytest.fixture(params=[SCATTER, KERNELS])
 def pool(request):
-    """The class of memories."""
+    """A pool class."""
     return request.param
 
 
 def following(states, x):
-    """The parts after [n] numbers."""
+    """Returns the state parts after [n] numbers."""
     number, count = states
     return [(number * 3 + x[:, None, None]) % MODULUS, (count + 1) % 128]
 
 
 def compute_on(values):
-    """A layer that goes from token to token over [T] numbers; its result is the state after."""
+    """A token-by-token layer over [T] numbers; returns the state after each."""
 
     def compute(rows, states):
         out = []
@@ -60,13 +60,13 @@ def compute_on(values):
 
 
 class Text:
-    """A request, and what a recurrence makes of it one token at a time."""
+    """A request, and its token-by-token recurrence."""
 
     def __init__(self, rng):
         self.rng, self.tokens, self.computed = rng, rng.integers(0, 100, 3000).tolist(), 0
 
     def expected(self, start, values):
-        """By whole numbers, which float32 has all of."""
+        """Computes with integers that are exact in float32."""
         number, out = 0, []
         for value in [*self.tokens[:start], *values]:
             number = (number * 3 + value) % int(MODULUS)

@@ -38,13 +38,13 @@ IN_MEMORIES = pytest.mark.parametrize(
 
 
 class Weights:
-    """Of a layer: a convolution whose results are keys and values of a gated delta rule."""
+    """Weights of a convolution that feeds keys and values of a gated delta rule."""
 
     def __init__(self, rng):
         self.taps = rng.normal(size=(CHANNELS, TAPS)).astype(np.float32)
 
     def module(self, inputs, call):
-        """[T] numbers of the rows to [T, HV * DV] results."""
+        """Maps [T] numbers of the rows to [T, HV * DV] results."""
         given = mx.array(np.stack([features(x) for x in inputs]).astype(np.float32))
         mixed = call.convolve(given, mx.array(self.taps), None)
         keys, values = mx.split(mixed, 2, axis=1)
@@ -88,7 +88,7 @@ EMPTY = np.zeros((TAPS - 1, CHANNELS)), np.zeros((HEADS, VALUE, KEY))
 
 @dataclass
 class Text:
-    """A request: its numbers, how many are computed, and a play of them."""
+    """A request: its numbers, the computed count, and their expected states."""
 
     values: list[float]
     computed: int = 0
@@ -97,7 +97,7 @@ class Text:
 
 
 class Play:
-    """Requests over one layer; blocks come and go as vLLM's "align" mode has it."""
+    """Requests over one layer; blocks are assigned as in vLLM's "align" mode."""
 
     def __init__(self, memory, pool, lagging):
         self.rng = rng = np.random.default_rng(3)
@@ -185,7 +185,7 @@ class Play:
         self.rejected[who] = drafts - accepted
 
     def settle(self, who=None):
-        """Has the blocks of requests hold the states after all that they have computed."""
+        """Flushes the states of requests into their blocks."""
         if self.lagging and self.unread is not None:
             self.scope.kept.record_accepted(*self.unread)
             self.rejected[:] = 0
@@ -195,7 +195,7 @@ class Play:
             self.state.flush(plan)
 
     def check_blocks(self):
-        """States lie where a request without drafts has them."""
+        """Asserts that states are in the same blocks as without drafts."""
         self.state.begin_step()
         self.state.wait_for_device()
         for index, text in enumerate(self.texts):

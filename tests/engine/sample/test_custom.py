@@ -20,7 +20,7 @@ V = 32
 
 
 class ForceToken(LogitsProcessor):
-    """Leaves the token of extra_args["force"] only. Checks every batch update it is sent."""
+    """Allows only the token of extra_args["force"]. Checks every batch update."""
 
     instances: ClassVar[list["ForceToken"]] = []
 

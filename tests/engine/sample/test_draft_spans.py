@@ -15,7 +15,7 @@ V = 11
 
 
 def spans_of(drafts: list[list[int]]) -> DraftSpans:
-    """One span per list of drafts."""
+    """Returns one span per list of drafts."""
     lens = np.array([len(d) + 1 for d in drafts], dtype=np.int32)
     flat = [token for d in drafts for token in [*d, -1]]
     starts = (np.cumsum(lens) - lens).astype(np.int32)
@@ -48,7 +48,7 @@ def test_leading_matches_are_accepted(rows):
 
 @dataclass
 class Scene:
-    """Requests whose logits are fixed in advance, by the number of tokens generated so far."""
+    """Requests with fixed logits per number of generated tokens."""
 
     params: list[SamplingParams]
     prompts: list[list[int]]
@@ -66,7 +66,7 @@ class Scene:
     def sample(
         self, sampler: Sampler, rows: list[tuple[int, int]], draft_spans: DraftSpans | None = None
     ) -> SamplerOutput:
-        """rows: (request, tokens of this life so far)."""
+        """rows: (request, tokens generated since it started)."""
         req_indices = np.array([request for request, _ in rows], dtype=np.int32)
         done = np.array([tokens for _, tokens in rows], dtype=np.int32)
         before = np.array([len(r) for r in self.resumed], dtype=np.int32)[req_indices] + done
@@ -99,7 +99,7 @@ optional = {
 
 @st.composite
 def sampling_params(draw) -> SamplingParams:
-    """Greedy or seeded, with any of the other parameters."""
+    """Draws greedy or seeded parameters, with any others."""
     greedy = draw(st.booleans())
     fixed = {"temperature": 0.0} if greedy else {"temperature": draw(st.floats(0.3, 1.5))}
     fixed["seed"] = draw(st.integers(-(2**63), 2**63 - 1))
@@ -124,7 +124,7 @@ def scene(rng: np.random.Generator, params: list[SamplingParams], num_tokens: in
 
 
 def one_by_one(scene: Scene, sampler: Sampler, num_tokens: int):
-    """int32 [R, T] tokens, and by step the logprobs of all requests or None."""
+    """Returns int32 [R, T] tokens, and per step the logprobs of all requests or None."""
     steps = [
         scene.sample(sampler, [(request, done) for request in range(len(scene.params))])
         for done in range(num_tokens)

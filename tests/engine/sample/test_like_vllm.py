@@ -26,7 +26,7 @@ def tokens(rng, most, least=0):
 
 
 def drawn(rng):
-    """Parameters of a request, each of them there in about a third of all."""
+    """Draws a request's parameters, each with a probability of about one third."""
     offered = {
         "temperature": lambda: float(rng.choice([0.0, 0.0, 0.2, 0.7, 1.3, 2.0])),
         "top_k": lambda: int(rng.integers(1, V + 1)),
@@ -45,14 +45,14 @@ def drawn(rng):
 
 
 def by_token(token_ids, logprobs):
-    """Of [N, 1 + V] tokens and their logprobs, the sampled one first: logprobs [N, V]."""
+    """Reorders [N, 1 + V] tokens and logprobs, sampled one first, to [N, V] by token."""
     scores = np.full((len(token_ids), V), np.nan, np.float32)
     np.put_along_axis(scores, token_ids[:, 1:].astype(np.int64), logprobs[:, 1:], axis=1)
     return scores
 
 
 def by_vllm(logits, requests, mode):
-    """Its tokens [N], and what it reports of all tokens [N, V]."""
+    """Returns vLLM's tokens [N], and its logprobs of all tokens [N, V]."""
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=NUM_REQS), speculative_config=None
     )

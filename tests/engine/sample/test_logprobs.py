@@ -19,7 +19,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def check(got: Logprobs, scores: np.ndarray, chosen: np.ndarray, num_logprobs: int) -> None:
-    """scores: [N, V], what is to be reported of every token."""
+    """scores: [N, V], expected value of every token."""
     lists = got.to_lists()
     assert lists.logprob_token_ids.shape == lists.logprobs.shape == (len(scores), num_logprobs + 1)
     best_first = np.argsort(-scores, axis=-1)[:, :num_logprobs]

@@ -17,7 +17,7 @@ def check(
     num_logprobs: int,
     normalize: bool = True,
 ) -> None:
-    """Against the definition, in float64. logits: [n, V], of the rows that predict the targets."""
+    """Checks against the definition in float64. logits: [n, V] that predict the targets."""
     lists = got.to_lists()
     scores = logits.astype(np.float64)
     if normalize:
@@ -33,7 +33,7 @@ def check(
 
 
 def prompt_logprobs(logits, targets, num_logprobs, normalize=True):
-    """Of a prompt in one chunk, by its logits."""
+    """Computes the logprobs of a prompt in one chunk from its logits."""
     (whole,) = prompt_logprob_chunks(
         logits, targets, num_logprobs, lambda rows: rows, len(targets), normalize=normalize
     )

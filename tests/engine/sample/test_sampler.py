@@ -21,7 +21,7 @@ OUTPUT = [TOP[1], TOP[2], TOP[1], TOP[40], TOP[5]]
 
 
 def bitmask(allowed: list[int], vocab_size: int = V) -> np.ndarray:
-    """int32 [ceil(V/32)], built bit by bit."""
+    """Makes int32 [ceil(V/32)] bit by bit."""
     words = [0] * -(-vocab_size // 32)
     for token in allowed:
         words[token // 32] |= 1 << (token % 32)
@@ -331,7 +331,7 @@ WIDE = 16_384
 
 
 def peak(params: SamplingParams) -> float:
-    """The most memory that a step takes, in multiples of the logits."""
+    """Returns the peak memory of a step, in multiples of the logits."""
     num_rows = 16
     logits = mx.zeros((num_rows, WIDE))
     mx.eval(logits)

@@ -12,7 +12,7 @@ from vllm_metal.identity.model_files import ModelLoadError, weight_files
 
 @pytest.fixture
 def weights(tmp_path):
-    """A file that is whole, so that each test breaks one thing."""
+    """A complete file, of which each test breaks one thing."""
     path = tmp_path / "model.safetensors"
     mx.save_safetensors(str(path), {"one": mx.ones((5, 7)), "other": mx.zeros((3,))})
     check_weight_files(tmp_path)
@@ -66,7 +66,7 @@ def test_a_file_that_the_index_names_must_be_there(weights):
 
 
 def shards(folder, names, index=True):
-    """Two files with a tensor each, and a third one that belongs to no index."""
+    """Writes two files with a tensor each, and a third one outside of the index."""
     for place, file in enumerate((*names, "model-00003-of-00003.safetensors")):
         arrays = {f"tensor.{min(place, 1)}": mx.full((2,), float(place))}
         mx.save_safetensors(str(folder / file), arrays)

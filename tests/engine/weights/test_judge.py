@@ -25,7 +25,7 @@ _GROUPS = "config_groups"
 
 
 def stored(folder, form, shape):
-    """Writes one weight, and returns the values that it stands for."""
+    """Writes one weight; returns the values it represents."""
     found = FORMATS[form].store(weight_of(shape))
     save_file(
         {f"{NAME}.{name}": tensor for name, tensor in found.tensors.items()},
@@ -35,7 +35,7 @@ def stored(folder, form, shape):
 
 
 def served(folder, form, dtype=mx.float32, **changes):
-    """The weight as it is served."""
+    """Returns the weight as served."""
     config = {"quantization_config": FORMATS[form].quantization | changes}
     found = headers(folder)
     plan = plan_of(config, found, folder)
@@ -43,7 +43,7 @@ def served(folder, form, dtype=mx.float32, **changes):
 
 
 def off(found, expected):
-    """The root mean square of the difference, relative to the values'."""
+    """Returns the root mean square difference, relative to the values'."""
     dense = found.dense(mx.float32) if isinstance(found, Packed) else found.astype(mx.float32)
     difference = np.array(dense, np.float64) - expected
     return float(np.sqrt((difference**2).mean() / (expected**2).mean()))
@@ -200,7 +200,7 @@ def test_what_config_json_says_otherwise_is_named(tmp_path, form, changes, named
 
 
 def _changed(tensors, form):
-    """Tensors that another layout of the same names would have, by what is wrong with them."""
+    """Yields tensors of another layout with the same names, by the kind of error."""
     name = next(n for n in ("weight_scale_inv", "weight_scale", "scales") if n in tensors)
     scale = tensors[name]
     exponents = scale.dtype == torch.uint8

@@ -111,7 +111,7 @@ def model(folder, form, layers):
 
 
 def gguf_model(path, layers):
-    """The same with the types of a Q4_K_M file: half of the projections are Q6_K."""
+    """Writes the types of a Q4_K_M file: half of the projections are Q6_K."""
     writer = gguf.GGUFWriter(path, "qwen3moe")
     writer.add_context_length(512)
     writer.add_embedding_length(HIDDEN)

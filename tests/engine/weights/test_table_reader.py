@@ -13,14 +13,14 @@ ROW_BYTES = sum(WIDTHS)
 
 @pytest.fixture
 def tables():
-    """[ROWS, width] of each part."""
+    """Makes [ROWS, width] for each part."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, 256, (ROWS, width), np.uint8) for width in WIDTHS]
 
 
 @pytest.fixture
 def parts(tmp_path, tables):
-    """Two tensors in two files, each behind something else."""
+    """Two tensors in two files, each at an offset."""
     found = []
     for index, table in enumerate(tables):
         path = tmp_path / f"part{index}"
@@ -30,7 +30,7 @@ def parts(tmp_path, tables):
 
 
 def read(reader, ids):
-    """[T, width] of each part, and the bytes that were read from the files."""
+    """Returns [T, width] of each part, and the bytes read from the files."""
     take_measured()
     outs = [np.zeros((len(ids), width), np.uint8) for width in WIDTHS]
     reader.read(np.array(ids), outs)

@@ -7,7 +7,7 @@ QUICK, SLOW = WAIT_S / 10, WAIT_S * 10
 
 
 class Output:
-    """A StepOutput whose tokens take so long to read."""
+    """A StepOutput with a fixed read time."""
 
     sampled = "tokens"
 
@@ -19,13 +19,13 @@ class Output:
 
 
 class Run:
-    """Steps of a pipelined engine, one after another."""
+    """Consecutive steps of a pipelined engine."""
 
     def __init__(self):
         self.reads, self.newest = EarlyReads(), None
 
     def step(self, seconds):
-        """Whether the step before was read early; the new one's tokens take so long."""
+        """Returns whether the previous step was read early; `seconds`: read time of the new one."""
         self.reads.before_submit(self.newest, ended=False)
         early = self.newest is not None and self.newest.wait_s is not None
         self.reads.after_submit()

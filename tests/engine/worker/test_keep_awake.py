@@ -12,7 +12,7 @@ from vllm_metal.engine.worker.keep_awake import LINGER, KeepAwake
 
 
 class Timer:
-    """Fires when a test says so."""
+    """Fires when the test says so."""
 
     made: "list[Timer]"
 
@@ -41,7 +41,7 @@ def awake(tmp_path, monkeypatch):
 
 
 def is_running(tmp_path):
-    """Whether the double runs that was started last."""
+    """Returns whether the newest double runs."""
     path = tmp_path / "pids"
     if not path.exists():
         return False
@@ -53,7 +53,7 @@ def is_running(tmp_path):
 
 
 def calls(tmp_path, count):
-    """What the double was called with, once it was so often."""
+    """Returns the double's arguments after `count` calls."""
     path = tmp_path / "calls"
     while not path.exists() or len(path.read_text().splitlines()) < count:
         time.sleep(0.01)

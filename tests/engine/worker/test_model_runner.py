@@ -25,7 +25,7 @@ PROMPT = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
 
 
 class States(OutputHead):
-    """Hands out the last hidden states of prompts; it measures how many rows it saw."""
+    """Returns the last hidden states of prompts; records the number of rows."""
 
     at_once = True
 
@@ -49,7 +49,7 @@ class States(OutputHead):
 
 
 class Gains(PerRequestState):
-    """Brings one number a request."""
+    """Provides one number per request."""
 
     def __init__(self):
         self.by_req_idx = np.ones(MOST, np.float32)
@@ -82,7 +82,7 @@ def computed(runner, **told):
 
 
 def read(runner):
-    """The steps' outputs of PROMPT in two chunks."""
+    """Returns the outputs of PROMPT in two chunks."""
     new = new_request("a", PROMPT, ([2, 4, 6],))
     going_on = CachedRequestData(
         req_ids=["a"],

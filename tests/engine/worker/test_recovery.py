@@ -17,7 +17,7 @@ from vllm_metal.patches.vllm_patches.step_result import StepResult
 
 
 class Device:
-    """Throws an error once: to whoever asks, or waits."""
+    """Throws an error once, to the next check or wait."""
 
     def __init__(self, monkeypatch):
         self.error = None
@@ -31,7 +31,7 @@ class Device:
 
 
 class Runner(ModelRunner):
-    """A runner without a model; each step samples its number for each of its requests."""
+    """A runner without a model; each step samples its number for each request."""
 
     refused = frozenset()  # requests that it cannot take in
 
@@ -83,7 +83,7 @@ class Hooks(StepHooks):
 
 
 class Engine:
-    """Steps by their requests, and results in the order of the steps."""
+    """Runs steps of given requests; returns results in order."""
 
     def __init__(self, monkeypatch):
         self.device, self.made, self.hooks = Device(monkeypatch), [], Hooks()
@@ -105,7 +105,7 @@ def engine(monkeypatch):
 
 
 def fails(result, *req_ids):
-    """Whether a result says that these requests fail, and the pool is lost."""
+    """Returns whether a result reports these failed requests and a lost pool."""
     return (
         set(result.failures) == set(req_ids)
         and set(result.failures.values()) <= {"the step failed: broken"}
@@ -115,7 +115,7 @@ def fails(result, *req_ids):
 
 
 def nothing(result):
-    """Whether it is the result of a step that the scheduler drops."""
+    """Returns whether a result belongs to a dropped step."""
     return not (result.failures or result.pool_lost or any(result.sampled_token_ids))
 
 
@@ -251,7 +251,7 @@ def test_the_next_runner_has_no_graphs_where_one_may_have_failed(engine, ahead):
 
 
 def fails_once(engine, ahead):
-    """Whether a step fails, met by the next one or when it is read."""
+    """Returns whether a step failed, noticed by the next one or when it is read."""
     first = engine.step("a")
     engine.device.error = "broken"
     if ahead:
@@ -260,7 +260,7 @@ def fails_once(engine, ahead):
 
 
 def refuses(result, *req_ids):
-    """Whether a result says that these requests could not be taken in, and all others restart."""
+    """Returns whether a result reports that these requests could not be added."""
     reason = "the request could not be added: ValueError: odd"
     return (
         result.failures == dict.fromkeys(req_ids, reason)

@@ -34,7 +34,7 @@ class Steps:
         self.logits_np = np.random.default_rng(1).normal(size=(64, VOCAB)).astype(np.float32)
 
     def chunk(self, start, stop):
-        """The logprobs that the chunk's step brings, by request id."""
+        """Returns the logprobs of the chunk's step by request id."""
         state = self.requests["wants"]
         self.requests.num_computed_tokens_np[state.req_idx] = start
         batch = prepare(self.requests, {"wants": stop - start}, mx.zeros(2, mx.int32))

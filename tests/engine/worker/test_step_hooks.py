@@ -15,7 +15,7 @@ from vllm_metal.patches.vllm_patches.step_result import StepResult
 
 
 class Connector(StepHooks):
-    """Notes its calls, and has one finished transfer to tell of after each step."""
+    """Records its calls, and reports one finished transfer after each step."""
 
     def __init__(self, calls):
         self.calls = calls
@@ -45,7 +45,7 @@ class Connector(StepHooks):
 
 
 class Runner(ModelRunner):
-    """A runner whose parts note their calls, of which one may raise."""
+    """A runner whose parts record their calls, one of which may raise."""
 
     def __init__(self, hooks, calls, number, raising):
         super().__init__(None, None, None, 1, hooks=hooks)

@@ -68,7 +68,7 @@ def test_a_call_that_ends_within_the_page_goes_on_there(path, monkeypatch):
     pwritev, preadv = os.pwritev, os.preadv
 
     def cut(buffers):
-        """The header, and the first bytes of what comes with it."""
+        """Yields truncations of the header and its data."""
         return [buffers[0], *(buffer[:33] for buffer in buffers[1:])]
 
     monkeypatch.setattr(os, "pwritev", lambda fd, b, at: pwritev(fd, cut(b), at))

@@ -29,7 +29,7 @@ def write(folder, number, used_at=1000.0, depth=0):
 
 
 def read(folder, number):
-    """The block; None: a miss."""
+    """Returns the block; None for a miss."""
     page = naive.blank(naive.block(number))
     return page if folder.read(naive.key(number), page) else None
 

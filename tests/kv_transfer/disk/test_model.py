@@ -21,7 +21,7 @@ NAMESPACES = st.sampled_from(["shared", "tenant-1"])
 
 
 class Cache(RuleBasedStateMachine):
-    """What was written may be read from either cache, unless it was evicted; nothing else may."""
+    """Either cache may read what was written, unless it was evicted, and nothing else."""
 
     def __init__(self):
         super().__init__()

@@ -36,7 +36,7 @@ def start(root, seed, writes, dies=""):
 
 
 def check(root):
-    """With the ledger locked, files and ledger can be compared."""
+    """Compares files with the locked ledger."""
     ledger = Ledger(root)
     try:
         with ledger.locked() as balance:

@@ -27,7 +27,7 @@ from vllm_metal.settings.address import Address
 
 
 class Terms:
-    """Of an engine; a test changes them."""
+    """Terms of an engine that a test may change."""
 
     def __init__(self, **terms):
         self.now = make_terms(**terms)

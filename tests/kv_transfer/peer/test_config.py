@@ -20,7 +20,7 @@ FAR = "192.0.2.7:9100"  # a documentation address, RFC 5737
 
 @pytest.fixture
 def check(made):
-    """What is read of a role and its keys."""
+    """Returns the parsed settings of a role and its keys."""
 
     def of(role, **extra):
         config = copy.deepcopy(made)

@@ -18,7 +18,7 @@ from vllm_metal.settings.address import Address
 
 
 class Listener:
-    """Accepts, by the system's doing, and says nothing."""
+    """A listening socket that the system accepts on, without any replies."""
 
     def __init__(self):
         self._socket = socket.create_server(("127.0.0.1", 0))

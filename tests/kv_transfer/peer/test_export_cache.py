@@ -12,7 +12,7 @@ from vllm_metal.kv_transfer.peer.export_cache import ExportCache
 
 
 class Naive:
-    """Pages in order of their last use; nothing is remembered that can be counted."""
+    """Keeps pages in order of their last use, and recalculates everything else."""
 
     def __init__(self, most):
         self.most = most

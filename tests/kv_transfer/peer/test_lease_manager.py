@@ -13,7 +13,7 @@ from vllm_metal.kv_transfer.peer.messages import Release, Renew
 
 
 class Server:
-    """Remembers what it is told; a test may hold it up."""
+    """Records its messages; a test may block it."""
 
     def __init__(self):
         self.told = []

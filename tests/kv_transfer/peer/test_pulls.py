@@ -26,7 +26,7 @@ def keys_of(count, group=0):
 
 
 def pull(puller, keys, address, seconds, now=0.0, failed=False):
-    """Has pages pulled from the one peer that has them; returns when that is over."""
+    """Makes pages be pulled from their only peer, and waits for the end."""
     chosen = puller.decide(keys, {address: keys}, now)
     assert set(puller.begin(chosen, keys, now).peers.values()) == {address}
     puller.end(chosen, failed, now + seconds)
@@ -34,7 +34,7 @@ def pull(puller, keys, address, seconds, now=0.0, failed=False):
 
 
 def measured(links, compute=None, sizes=(PAGE,)):
-    """A puller that knows seconds of a page of each peer, and of a block's tokens; and the time."""
+    """Makes a puller with known seconds per page of each peer and per block, and its clock."""
     puller, now = Puller(content(*sizes)), 0.0
     for address, seconds in links.items():
         for count in (8, 8):

@@ -226,7 +226,7 @@ def test_pages_that_come_for_a_fetch_are_leased_until_they_are_sent_or_it_ends(e
     """Of the rest of a fetch that breaks off nothing is held."""
 
     class Pool:
-        """Its pages are in the export cache as soon as they are wanted."""
+        """A pool whose wanted pages are in the send cache at once."""
 
         def want(self, keys, expect):
             fill(export_cache, {key: pages[key] for key in keys})
@@ -310,7 +310,7 @@ def test_a_servers_proof_is_not_a_clients(make_server):
 
 
 def client_says(nonce, keys):
-    """All that a client may say, in order, with the right proof."""
+    """Returns all valid client messages in order, with the right proof."""
     proof = Challenge(nonce, b"c" * 32, b"i" * 16).proof(SECRET, "client")
     return [
         handshake.PREAMBLE,
@@ -324,7 +324,7 @@ def client_says(nonce, keys):
 
 
 def random_msgpack(rng, depth=0):
-    """A value of any type, as msgpack."""
+    """Makes a random msgpack value."""
     kinds = ["nil", "int", "str", "bytes", "array", "map", "float", "ext", "claim"]
     match rng.choice(kinds[: 4 if depth > 3 else 9]):
         case "nil":
@@ -351,7 +351,7 @@ def random_msgpack(rng, depth=0):
 
 
 def spoiled(rng, valid):
-    """Garbage: near what is valid, or far from it."""
+    """Makes garbage: nearly valid, or not at all."""
     whole = b"".join(valid)
     match rng.choice(["cut", "flip", "length", "msgpack", "noise", "order"]):
         case "cut":
@@ -377,13 +377,13 @@ def spoiled(rng, valid):
 
 
 def peak_bytes():
-    """The most memory that this process has ever held."""
+    """Returns this process's peak memory."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def throw(link, garbage):
-    """Says it, and nothing more; waits until the server has ended the connection."""
+    """Sends garbage only, and waits until the server has closed the connection."""
     try:
         link.sock.sendall(garbage)
         link.sock.shutdown(socket.SHUT_WR)

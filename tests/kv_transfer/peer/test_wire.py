@@ -14,7 +14,7 @@ from vllm_metal.kv_transfer.peer.wire import Link, Unwanted
 
 @pytest.fixture
 def pair():
-    """Two ends of a TCP connection: a link, and a plain socket."""
+    """Two ends of a TCP connection: a link and a plain socket."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far = listener.accept()[0]
@@ -64,7 +64,7 @@ def test_a_length_that_is_only_claimed_takes_no_memory(pair):
 
 @pytest.fixture
 def hasty(pair):
-    """The same, of a link that waits for a moment."""
+    """The same with a link that has a short timeout."""
     link, far = pair
     return Link(link.sock, 0.1), far
 

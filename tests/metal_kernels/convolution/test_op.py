@@ -38,7 +38,7 @@ def draw(rng, shape, dtype):
 
 
 def tolerance(dtype):
-    """Of a sum, whose terms are exact in float32 but for a few bits."""
+    """Tolerance of a sum whose terms are nearly exact in float32."""
     return {"atol": 1e-5, "rtol": {F32: 1e-5, F16: 1e-3, BF16: 8e-3}[dtype]}
 
 

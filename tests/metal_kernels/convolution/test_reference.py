@@ -11,7 +11,7 @@ from tests.metal_kernels.sequence_traffic import Request, Traffic, Turn, play, r
 
 
 class Taps:
-    """A row's output is the sum over its newest inputs."""
+    """Outputs the sum over a row's newest inputs."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray) -> None:
         self.weight, self.bias = weight, bias

@@ -50,7 +50,7 @@ def make_scales(rng, shape):
 
 
 def make_pool(rng, shape, dtype):
-    """With scales if of codes; all codes but NaN."""
+    """Makes a pool of any values but NaN, with scales if it is quantized."""
     if dtype == FP8:
         codes = rng.integers(0, 127, shape) + 128 * rng.integers(0, 2, shape)
         return mx.array(codes.astype(np.uint8)), make_scales(rng, shape)
@@ -60,7 +60,7 @@ def make_pool(rng, shape, dtype):
 
 
 def decoded(pool, scales):
-    """The pool as float32."""
+    """Decodes the pool to float32."""
     if scales is None:
         return np.array(pool.astype(F32))
     codes = torch.from_numpy(np.array(pool))
@@ -69,7 +69,7 @@ def decoded(pool, scales):
 
 
 def check(pool, scales, table, dtype, bounds=None, heads=None):
-    """Tables may name blocks that the pool lacks."""
+    """Checks a gather; tables may name blocks outside the pool."""
     num_heads, num_blocks, _, head_size = pool.shape
     lacking = (table < 0) | (table >= num_blocks)
     wanted = decoded(pool, scales)[:, np.where(lacking, 0, table)]

@@ -36,7 +36,7 @@ def interpreted():
 
 
 def make_pools(kind, heads, rng):
-    """Pools of any bits at all: NaN among them."""
+    """Makes pools of random bits, including NaN."""
     parts, split, dtype = kind
     unsigned = CODES[dtype.size]
     most = np.iinfo(unsigned).max
@@ -53,7 +53,7 @@ def codes(pool):
 
 
 def blocks_of(pool, split):
-    """[B, elements of all heads]."""
+    """Returns [B, elements of all heads]."""
     array = codes(pool)
     heads = len(array)
     return array.reshape(heads, NUM_BLOCKS, -1).swapaxes(0, 1).reshape(NUM_BLOCKS, -1)

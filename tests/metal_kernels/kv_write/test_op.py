@@ -32,19 +32,19 @@ def as_bytes(array):
 
 
 def noise(rng, shape, dtype):
-    """What a pool holds before, so that a stray write shows."""
+    """Fills a pool with noise, to expose stray writes."""
     values = rng.integers(1, 100, shape).astype(np.float32)
     return mx.array(values).astype(dtype)
 
 
 def make_rows(rng, shape, dtype):
-    """Rows of very different sizes, now and then one of zeros."""
+    """Makes rows of very different scale, some of them zero."""
     size = 2.0 ** rng.integers(-9, 9, (*shape[:2], 1)) * (rng.random((*shape[:2], 1)) > 0.1)
     return mx.array((rng.normal(size=shape) * size).astype(np.float32)).astype(dtype)
 
 
 def encoded(row, dtype):
-    """A float32 row as bytes of a pool, and its scale, of which bfloat16 keeps 8 bits."""
+    """Encodes a float32 row as pool bytes with a bfloat16 scale."""
     if dtype in TORCH:
         return torch.from_numpy(row).to(TORCH[dtype]).view(torch.uint8).numpy(), None
     choices = [coded(row, dtype, top) for top in TOPS[dtype]]
@@ -55,7 +55,7 @@ def encoded(row, dtype):
 
 
 def coded(row, dtype, top):
-    """A float32 row as codes, its scale and the values of the codes, the largest coded as `top`."""
+    """Quantizes a float32 row with its largest element as `top`; returns bytes, scale, values."""
     scale = torch.tensor(np.abs(row).max() / np.float32(top)).bfloat16().float().numpy()
     codes = torch.from_numpy(row / scale if scale else row)
     if dtype == INT8:
@@ -74,7 +74,7 @@ class Part:
     scales: mx.array | None
 
     def expected(self, slots):
-        """Bytes of the pool, and its scales, after the write."""
+        """Returns the expected bytes and scales of the pool after the write."""
         pool = as_bytes(self.pool)
         scales = None if self.scales is None else np.array(self.scales.astype(F32))
         for row, slot in zip(np.array(self.rows.astype(F32)), slots, strict=True):
@@ -87,7 +87,7 @@ class Part:
 
 
 class Write:
-    """A write of keys, or of keys and values, from a seed."""
+    """A random write of keys, or of keys and values."""
 
     def __init__(self, kind, slots, heads=3, block_size=16, seed=0):
         sizes, dtype, pool_dtype = kind
@@ -131,7 +131,7 @@ class Write:
                 np.testing.assert_array_equal(np.array(part.scales.astype(F32)), scales)
 
     def fewest_bytes(self):
-        """Read from rows and written, if each row that has a slot is touched once."""
+        """Minimum bytes to read if each written row is read once."""
         count = sum(slot >= 0 for slot in self.slots) * self.parts[0].pool.shape[0]
         read, written = 0, FENCE_BYTES
         for part in self.parts:

@@ -34,7 +34,7 @@ KINDS = {
 
 
 def orders():
-    """Every kind in every order of threads; each in one of them before the night."""
+    """Pairs every kind with every thread order; one order each outside of nightly runs."""
     by_day = {"whole": "forward", "neighbors": "reverse", "latents, listed": "random:1"}
     for place, name in enumerate(KINDS):
         for schedule in SCHEDULES:

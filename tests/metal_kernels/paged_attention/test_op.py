@@ -259,7 +259,7 @@ def test_an_empty_part_of_a_context_counts_for_nothing(num_rows):
 
 
 def row_alone(batch, row):
-    """The batch of one request in which `row` of the first request's is the newest."""
+    """Returns a batch of one request whose newest row is `row` of the first request."""
     count = int(batch.starts[1])
     contexts = [tuple(part[: len(part) - count + 1 + row] for part in batch.contexts[0])]
     return replace(

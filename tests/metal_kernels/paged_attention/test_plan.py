@@ -28,7 +28,7 @@ LLAMA = AttentionShape(32, 8, 128, 128)
 
 
 def work_of(dispatch, shape):
-    """FLOPs by the tiles' own count: rows of a tile, or 16 where it waits for K and V."""
+    """Returns FLOPs by the tiles: rows of a tile, but at least 16."""
     keys = sum(max(0, end - begin) for _, _, _, begin, end, *_ in np.array(dispatch.tiles).tolist())
     pair = 2 * (shape.head_size + shape.value_size)
     return max(16, dispatch.rows) * keys * shape.num_kv_heads * pair
@@ -43,7 +43,7 @@ def check_work(made, bound):
 
 
 def rows_of_parts(dispatch):
-    """For each row that tiles write, the output row that takes it, and as which part."""
+    """Returns the output row and part of each row that tiles write."""
     if dispatch.splits is None:
         return {row: (row, 0) for row in range(dispatch.num_rows)}
     joined = np.array(dispatch.splits)[: dispatch.num_rows, :2].tolist()

@@ -19,7 +19,7 @@ KV_HEADS, HEAD_SIZE = 2, 8
 
 
 def naive(queries, keys, values, positions, scale, window, sinks):
-    """[T, H, D]; keys and values are each row's own context, in order."""
+    """Returns [T, H, D]; keys and values are each row's own context, in order."""
     out = np.empty_like(queries, dtype=np.float64)
     group = queries.shape[1] // KV_HEADS
     for row, position in enumerate(positions):
@@ -36,12 +36,12 @@ def naive(queries, keys, values, positions, scale, window, sinks):
 
 
 def head_first(pool):
-    """[B, block_size, Hkv, D] as the op takes it, [Hkv, B, block_size, D]."""
+    """Converts [B, block_size, Hkv, D] to the op's [Hkv, B, block_size, D]."""
     return mx.array(np.ascontiguousarray(pool.transpose(2, 0, 1, 3)))
 
 
 def small_pieces():
-    """Limits that the small batches of these tests exceed."""
+    """Lowers limits so that small batches exceed them."""
     return mock.patch.multiple(buckets, MAX_SCORES=100, MAX_GATHERED=64, MIN_ROWS=3)
 
 

@@ -29,7 +29,7 @@ SCHEDULES = ("forward", "reverse", "random:1")
 
 
 def plan_of(batch, block_size=16, most_behind=0, shared=0, **options):
-    """A plan that shares whatever saves `shared` keys."""
+    """Makes a plan that shares prefixes that save `shared` keys."""
     seq_lens, tables, lag = batch.seq_lens, batch.tables, None
     if most_behind:
         seq_lens, tables, lag = overstated(batch, most_behind)
@@ -108,7 +108,7 @@ def test_every_combination(sizes, dtype, cache, group):
 
 @st.composite
 def batches(draw, most_before=300):
-    """Requests, and groups of them that begin alike: (computed, rows), (members, blocks)."""
+    """Draws requests and groups that share prefixes: (computed, rows), (members, blocks)."""
     request = st.tuples(st.integers(0, most_before), st.integers(1, 4))
     requests = draw(st.lists(request, min_size=2, max_size=7))
     owners = draw(st.lists(st.integers(0, 2), min_size=len(requests), max_size=len(requests)))
@@ -147,7 +147,7 @@ def test_ragged_batches(batch, heads, splits, most_behind, share, schedule, seed
 
 
 def seen_by_rows(made, tables, block_size):
-    """For each batch row and head of its group, the slots that it sees, as often as it does."""
+    """Returns the slots that each batch row and head of its group sees, with repetitions."""
     seen = {}
     for dispatch in made.dispatches:
         joined = None if dispatch.splits is None else np.array(dispatch.splits).tolist()
@@ -225,7 +225,7 @@ SHAPE = AttentionShape(8, 2, 128, 128)
 
 
 def decoding(lens, common, shape=SHAPE, tables=None, **options):
-    """The dispatch of requests of one row, which all begin with `common` positions in common."""
+    """Makes a dispatch of decoding requests that share `common` positions."""
     lens = np.array(lens, np.int32)
     width = -(-int(lens.max()) // 16)
     tables = np.arange(len(lens) * width, dtype=np.int32).reshape(-1, width)

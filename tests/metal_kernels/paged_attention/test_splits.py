@@ -22,14 +22,14 @@ PART_COST, JOIN = 24, 20  # keys
 
 
 def decode_plan(lens, heads, group=4, **options):
-    """Of a row each of requests with contexts of `lens`."""
+    """Makes a plan of decoding requests with contexts of `lens`."""
     lens = np.array(lens, np.int32)
     starts, tables = np.arange(len(lens) + 1, dtype=np.int32), np.zeros((len(lens), 1), np.int32)
     return plan(starts, lens, tables, AttentionShape(group * heads, heads, 128, 128), **options)
 
 
 def end_of(made, slots):
-    """When the last threadgroup ends, if each begins where one of `slots` is free; in keys."""
+    """Returns the end time of the last threadgroup with `slots` slots, in keys."""
     (dispatch,) = made.dispatches
     ends = [0.0] * slots
     costs = [
@@ -43,7 +43,7 @@ def end_of(made, slots):
 
 
 def random_batch(rng):
-    """Contexts from 64 to 131072, alike or ragged, of up to 64 requests; and K/V heads."""
+    """Draws 64 equal or ragged contexts of 64 to 131072 keys; and K/V heads."""
     count, kind = int(2 ** rng.uniform(0, 6)), rng.integers(3)
     if kind == 0:
         lens = np.exp(rng.uniform(np.log(64), np.log(65536), count))
@@ -237,7 +237,7 @@ def test_more_threads_take_half_the_rounds_and_give_the_same_bits(shape, dtype, 
 
 
 def parts_of(made, request):
-    """Which rows of the request are cut where: (packed rows, positions, which part of how many)."""
+    """Returns the splits of a request's rows: (packed rows, positions, part, parts)."""
     return sorted(
         tuple(tile[1:7])
         for dispatch in made.dispatches

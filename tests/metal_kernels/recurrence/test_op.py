@@ -48,7 +48,7 @@ CASES = {
 
 
 def precision(*dtypes):
-    """What a number rounded to these may be away, of numbers around 1."""
+    """Returns the rounding error of numbers around 1."""
     return max({F32: 2e-5, F16: 4e-3, BF16: 3e-2}[dtype] for dtype in dtypes)
 
 
@@ -97,7 +97,7 @@ def test_steps_in_a_row(name, schedule):
 
 
 def rows_of(rows, start, stop):
-    """Some of the rows."""
+    """Slices the rows."""
     arrays = [getattr(rows, field.name) for field in dataclasses.fields(rows)]
     return RecurrenceInputs(*(None if array is None else array[start:stop] for array in arrays))
 
@@ -117,7 +117,7 @@ def test_a_row_gives_the_same_bits_as_whatever_it_is_computed(name):
     log_rates = layer.draw_log_rates(rng) if layer.decays == "rates" else None
 
     def steps(*sizes):
-        """Steps of (certain, drafts, accepted of the step before): outputs, state."""
+        """Runs steps of (certain, drafts, accepted before); returns outputs and state."""
         pools, found, position, kept = kind.make(np.random.default_rng(2), 3), [], 0, None
         for certain, drafts, accepted in sizes:
             first, rows = position + accepted, certain + drafts
@@ -195,7 +195,7 @@ def test_what_is_not_applied_is_not_looked_at(name):
 
 
 def call(**changed):
-    """The op, of three rows, but for what is changed of its arguments or of its inputs."""
+    """Calls the op with three rows, except for the given changes."""
     layer = Layer((2, 8, 4, 4), True, "heads")
     queries, inputs = layer.draw(np.random.default_rng(0), 3)
     arguments = {

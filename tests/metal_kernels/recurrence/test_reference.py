@@ -69,7 +69,7 @@ RULES = {
 
 
 def random_rows(rng: np.random.Generator, rule: Rule, number: int) -> list[np.ndarray]:
-    """Queries, keys of norm 1, values, rates of [0, 2] and decays: many 0, 1 or tiny."""
+    """Draws queries, keys of norm 1, values, rates in [0, 2], and decays, many 0, 1 or tiny."""
     queries, keys = rng.normal(size=(2, number, HK, DK))
     keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
     if number and rng.random() < 0.3:

@@ -22,7 +22,7 @@ KEPT = 4 * 8  # rows
 
 
 def step_of(position: int, drafts: int, accepted: int, full: tuple[int, ...] = ()) -> Step:
-    """Two requests at that position, which decode and verify; `full`: blocks of the first one."""
+    """Makes a step of two requests that decode and verify; `full`: the first one's full blocks."""
     table = [
         [r * (drafts + 1), drafts + 1, 1, 8 * r, accepted, position, r + 1, r + 1, 8 * r]
         for r in range(2)
@@ -33,7 +33,7 @@ def step_of(position: int, drafts: int, accepted: int, full: tuple[int, ...] = (
 
 
 def measure(step: Step, clears: bool = False) -> dict[str, metal_interpreter.Traffic]:
-    """What each kernel does to the pool; `clears`: what a state leaves of a new block, too."""
+    """Returns each kernel's pool traffic; `clears`: include clearing a new block."""
     rng, checker = np.random.default_rng(0), metal_interpreter.Checker()
     queries, inputs = LAYER.draw(rng, step.num_rows)
     _, kept = LAYER.draw(rng, KEPT)
@@ -52,7 +52,7 @@ def measure(step: Step, clears: bool = False) -> dict[str, metal_interpreter.Tra
 
 
 def moved(traffic: metal_interpreter.Traffic, part: StatePart) -> tuple[float, float]:
-    """How many states are read and written, of two requests."""
+    """Returns the number of states read and written for two requests."""
     size = math.prod(part.shape) * 4
     return traffic.read_bytes / size, traffic.written_bytes / size
 

@@ -11,7 +11,7 @@ SIZES = (8, 16, 32, 64, 128, 256)
 
 
 def valley(best: int, step: float = 0.3) -> dict[int, float]:
-    """Milliseconds by size: a third slower with each step away from the best."""
+    """Returns milliseconds by size: a third slower per step away from the best."""
     at = SIZES.index(best)
     return {size: 1e-3 * (1 + step) ** abs(i - at) for i, size in enumerate(SIZES)}
 

@@ -34,7 +34,7 @@ def simulated(length: int, planted: Splits) -> float:
 
 
 def length_of(chosen: Splits) -> int:
-    """The power of two that a step's rule gives such a context."""
+    """Returns the part length that the rule gives such a context."""
     share = CONTEXT.keys * CONTEXT.heads / chosen.slots
     best = (chosen.part_cost * share) ** 0.5
     return min(LENGTHS, key=lambda length: abs(length / best - best / length))

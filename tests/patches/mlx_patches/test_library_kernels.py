@@ -41,14 +41,14 @@ CALLS = {
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch):
-    """Puts back what a test replaces in mlx-lm's modules."""
+    """Restores what a test replaces in mlx-lm's modules."""
     for entry in ENTRIES:
         module = MODULES[entry.module]
         monkeypatch.setattr(module, entry.kernel, getattr(module, entry.kernel))
 
 
 def as_kernel(name: str, wrong: float = 0.0):
-    """A kernel in numpy's float64, by the recurrence's formula; it may be off by a share."""
+    """Makes a kernel in numpy's float64 from the recurrence's formula, with a relative error."""
 
     def floats(*arrays):
         return [np.array(a.astype(mx.float32)).astype(np.float64) for a in arrays]
@@ -130,7 +130,7 @@ def test_calls_are_noted_with_their_shapes_and_survive_json():
 
 
 def process(tmp_path: Path, *lines: str):
-    """A checking process, and how often it ran."""
+    """A checking process, and its number of runs."""
     runs = tmp_path / "runs"
     runs.touch()
     text = "import json, os, sys, time\ncall = json.load(sys.stdin)\n"

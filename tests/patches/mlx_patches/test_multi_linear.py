@@ -31,13 +31,13 @@ def projection(mode, dtype=mx.float32):
 
 
 def rows(count, dtype=mx.float32):
-    """As mlx-lm's modules have them: a part of each head's query."""
+    """Makes rows like mlx-lm's modules: a part of each head's query."""
     every = mx.random.normal((count, 1, HEADS, INPUTS + 8), key=mx.random.key(2)).astype(dtype)
     return every.transpose(0, 2, 1, 3)[..., :INPUTS]
 
 
 def formula(layer, x):
-    """[T, H, 1, out] float64 of the weights as the layer has them."""
+    """Returns [T, H, 1, out] float64, computed from the layer's weights."""
     weight = layer.weight
     if "scales" in layer:
         scales = layer.scales, layer.biases

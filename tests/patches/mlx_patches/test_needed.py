@@ -31,7 +31,7 @@ PROBES = {}
 
 
 def probe(module):
-    """Notes what finds out whether the libraries do what a change is for."""
+    """Registers a check whether the libraries still lack a change."""
 
     def noted(function):
         PROBES[module] = function
@@ -42,7 +42,7 @@ def probe(module):
 
 @probe("seam")
 def attention_asks_no_cache():
-    """mlx-lm's attention computes by itself, over what a cache returned."""
+    """mlx-lm's attention computes over arrays that a cache returns, without calling it."""
     seam.install()
     cache, rows = Noting(), mx.ones((2, 4, 1, 16))
     own = inspect.unwrap(base.scaled_dot_product_attention)
@@ -52,7 +52,7 @@ def attention_asks_no_cache():
 
 @probe("encoder_seam")
 def attention_of_encoders_asks_no_mask():
-    """mlx-vlm's attention computes by itself, over one length of texts and a mask that is dense."""
+    """mlx-vlm's encoder attention requires texts of one length and a dense mask."""
     module, given = mlx_vlm_families.family("bert", "this test").bert, Noting()
     rows = mx.ones((2, 4, 1, 16))
     own = inspect.unwrap(module.scaled_dot_product_attention)
@@ -63,7 +63,7 @@ def attention_of_encoders_asks_no_mask():
 
 @probe("mlx_vlm_text")
 def a_rope_depends_on_other_texts():
-    """mlx-vlm's LongRoPE chooses the factors of a row by the positions of all rows."""
+    """mlx-vlm's LongRoPE chooses a row's factors by the positions of all rows."""
     mlx_vlm_families.family("klear", "this test")
     scaling = {
         "type": "longrope",
@@ -80,7 +80,7 @@ def a_rope_depends_on_other_texts():
 
 @probe("multi_linear")
 def rows_are_multiplied_one_by_one():
-    """mlx-lm multiplies each row of length 1 with a head's matrix by itself."""
+    """mlx-lm multiplies rows of length 1 with a head's matrix separately."""
     layer = mla.MultiLinear(64, 32, 3)
     for each in (layer, layer.to_quantized(32, 4)):
         own = inspect.unwrap(type(each).__call__)
@@ -93,7 +93,7 @@ def rows_are_multiplied_one_by_one():
 
 @probe("adapted_linears")
 def a_layer_has_one_adapter():
-    """mlx-lm's layers with an adapter have one, for all rows."""
+    """mlx-lm's adapter layers have one adapter for all rows."""
     layers = LoRALinear, LoRASwitchLinear
     names = [list(inspect.signature(layer.__call__).parameters) for layer in layers]
     return names == [["self", "x"], ["self", "x", "indices", "sorted_indices"]]
@@ -101,13 +101,13 @@ def a_layer_has_one_adapter():
 
 @probe("module_calls")
 def modules_have_no_hooks():
-    """MLX tells nobody of a module's call."""
+    """MLX modules have no call hooks."""
     return not [name for name in dir(nn.Module) if "_hook" in name]
 
 
 @probe("recurrences")
 def recurrences_are_of_whole_sequences():
-    """mlx-lm's functions take sequences of one length each, and none that another one follows."""
+    """mlx-lm's functions take whole sequences of one length, and cannot continue others."""
     functions = gated_delta.gated_delta_update, ssm.ssm_update
     names = [set(inspect.signature(function).parameters) for function in functions]
     return not any({"query_start_loc", "cu_seqlens"} & each for each in names)
@@ -115,7 +115,7 @@ def recurrences_are_of_whole_sequences():
 
 @probe("rotations")
 def rows_are_rotated_before_a_cache_sees_them():
-    """What mlx-lm's cache is given was rotated, by an operation for keys and one for queries."""
+    """mlx-lm's caches get rotated keys, and queries are rotated separately."""
     seen, rotations = [], []
 
     class Cache(KVCache):
@@ -134,7 +134,7 @@ def rows_are_rotated_before_a_cache_sees_them():
 
 @probe("traced_layers")
 def layers_repeat_what_is_the_same():
-    """On the CPU each layer has its own angles, and each step makes its views of weights anew."""
+    """On the CPU, each layer computes its own angles, and each step its views of weights."""
     layers = [(nn.RoPE(8), nn.Linear(8, 8)) for _ in range(2)]
 
     def forward(x, offset):
@@ -146,7 +146,7 @@ def layers_repeat_what_is_the_same():
 
 @probe("library_kernels")
 def kernels_are_launched():
-    """mlx-lm calls kernels of its own, where there is a GPU."""
+    """mlx-lm launches its own kernels on a GPU."""
     for entry in library_kernels.ENTRIES:
         module = importlib.import_module(f"mlx_lm.models.{entry.module}")
         calls = re.findall(rf"(?<!def )\b{entry.kernel}\(", inspect.getsource(module))

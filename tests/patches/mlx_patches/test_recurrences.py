@@ -44,7 +44,7 @@ ROWS = 5
 
 
 class Alone(SequenceCall):
-    """Each row is a text of one token, whose state before it is zero."""
+    """Treats each row as a text of one token with a zero state."""
 
     def convolve(self, inputs, weight, bias):
         out = inputs * weight[:, -1]
@@ -57,7 +57,7 @@ class Alone(SequenceCall):
 
 
 def modules_of(model):
-    """The known modules of a model, one of each class."""
+    """Returns a model's known modules, one of each class."""
     found = [module for _, module in model.named_modules() if recurrences.known(module)]
     return list({type(module): module for module in found}.values())
 

@@ -35,7 +35,7 @@ TOLERANCE = 1e-3  # of log-probabilities in float32
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """Of a module: the folder, the prompts, and transformers' log-probabilities of them."""
+    """Folder, prompts, and transformers' log-probabilities by module."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (50, 33, 1, 40)]
 
@@ -81,7 +81,7 @@ def test_dense_and_paged_forward_equal_transformers(published, module):
 
 
 def own_model(folder, module):
-    """mlx-lm's model of a folder, from the copy, whose config.json is spelled as it reads it."""
+    """Loads mlx-lm's unpatched model of a folder, with config.json keys as it reads them."""
     config = load_config(folder)
     _, args = registry.classes(config)  # mlx-lm's own would leave keys unread
     spelled = published_config.as_read(config, module, args)
@@ -92,7 +92,7 @@ def own_model(folder, module):
 
 
 def own_classes(module):
-    """mlx-lm's classes as it has them: of another copy of the module."""
+    """Returns mlx-lm's unpatched classes, from another copy of the module."""
     path = Path(mlx_lm.models.__path__[0]) / f"{module}.py"
     spec = importlib.util.spec_from_file_location(f"mlx_lm.models._own_{module}", path)
     copy = importlib.util.module_from_spec(spec)

@@ -14,7 +14,7 @@ from vllm_metal.patches.mlx_patches.traced_layers import TransposedWeights, angl
 
 
 def operations(*arrays):
-    """How many of each the arrays are computed by."""
+    """Returns the counts of operations that compute the arrays."""
     drawn = io.StringIO()
     mx.export_to_dot(drawn, *arrays)
     return Counter(re.findall(r'label ?= ?"(\w+)"[^\n]*shape ?= ?rectangle', drawn.getvalue()))

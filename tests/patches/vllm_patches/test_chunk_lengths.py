@@ -15,7 +15,7 @@ Machine = Callable[[int, int, int], float]
 
 
 def adding(fixed: float, row: float, chunk: float, token: float, attention: float) -> Machine:
-    """What a chunk takes adds to what decoding takes."""
+    """Models a chunk whose time adds to decoding."""
 
     def seconds(rows: int, tokens: int, context: int) -> float:
         of_chunk = chunk + tokens * (token + attention * context) if tokens else 0.0
@@ -25,7 +25,7 @@ def adding(fixed: float, row: float, chunk: float, token: float, attention: floa
 
 
 def overlapping(weights: float, token: float, attention: float) -> Machine:
-    """Weights are read while a chunk is computed: the longer of both counts."""
+    """Models a chunk that overlaps with reading weights: the longer time counts."""
     return lambda rows, tokens, context: max(weights, tokens * (token + attention * context))
 
 
@@ -39,7 +39,7 @@ MACHINES = {
 
 @dataclass
 class Engine:
-    """Plans steps with what is known of those before the last `lag`, as async scheduling does."""
+    """Plans steps knowing all but the last `lag` results, like async scheduling."""
 
     machine: Machine
     max_step_s: float = 0.06
@@ -71,7 +71,7 @@ class Engine:
             self.step(rows, 0)
 
     def beside(self, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """A prompt is computed while so many rows decode: the steps' seconds, and chunks."""
+        """Returns steps' seconds and chunks of a prompt beside this many decoding rows."""
         seconds, chunks, start = [], [], 0
         while start < length:
             limit = self.lengths.limit(rows, start)

@@ -28,7 +28,7 @@ def scheduler(tmp_path):
 
 
 def result(**drafts):
-    """Of a step in which each of the requests sampled a token."""
+    """Makes results of a step in which each request sampled a token."""
     names = list(drafts)
     return StepResult(
         names,

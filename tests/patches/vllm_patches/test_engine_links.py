@@ -30,7 +30,7 @@ NOTICED_S = 120.0  # a bound for a busy machine; heartbeats take 7
 
 
 class Client(core_client.MPClient):
-    """A server's client of engines on one socket, without engines of its own."""
+    """A server's client of engines on one socket, without engines."""
 
     def __init__(self):
         self.ctx = zmq.Context()
@@ -66,7 +66,7 @@ def engine(address):
 
 
 def start(client):
-    """Watches, as vLLM does once its engines are ready."""
+    """Starts the monitor, as vLLM does once its engines are ready."""
     assert client.input_socket.recv_multipart()[1] == b"ready"
     client.start_engine_core_monitor()
 
@@ -160,7 +160,7 @@ def test_who_waits_for_an_engine_that_ends_is_told(wait):
 
 @pytest.fixture
 def handshake(monkeypatch):
-    """Has an engine's handshake end as is told; the socket of its first message is returned."""
+    """Makes an engine's handshake end as specified; returns the socket of its first message."""
     monkeypatch.setattr(core_client, "zmq", zmq)
 
     def ended(error, finished):

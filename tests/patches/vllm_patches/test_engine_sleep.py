@@ -14,7 +14,7 @@ from vllm_metal.patches.vllm_patches import engine_sleep
 
 
 class Core:
-    """The engine's side of vLLM's client: answers what it was asked, if it is awake."""
+    """The engine's side of vLLM's client: answers requests while awake."""
 
     def __init__(self):
         self.asleep, self.asked = True, []
@@ -29,7 +29,7 @@ class Core:
 
 
 class SleepManager:
-    """Wakes the engine up for whoever comes."""
+    """Wakes the engine for every call."""
 
     def __init__(self, core):
         self.core, self.num_inside = core, 0

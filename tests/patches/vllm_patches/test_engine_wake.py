@@ -12,14 +12,14 @@ from vllm_metal.patches.vllm_patches.engine_wake import let_connectors_wake
 
 
 class Connector:
-    """Has work once, which another thread brings."""
+    """Has work once, brought by another thread."""
 
     def wake_by(self, wake):
         self.wake = wake
 
 
 class Engine(core.EngineCoreProc):
-    """vLLM's loop over a scheduler that does nothing."""
+    """Runs vLLM's loop over an idle scheduler."""
 
     def __init__(self):
         self.connector, self.steps = Connector(), []

@@ -18,7 +18,7 @@ LONG = 20 * 10**6  # bytes: more than the buffers of two sockets
 
 
 class App:
-    """Says "ok" to everybody, and more to /long; to /hang-up until the connection is full."""
+    """Answers "ok", more on /long, and endlessly on /hang-up."""
 
     def __init__(self):
         self.headers = []
@@ -67,7 +67,7 @@ def server():
 
 
 def talk(address, *parts, read=True):
-    """Sends bytes; what the server says until it ends the connection."""
+    """Sends bytes; returns the server's reply until it closes the connection."""
     with socket.create_connection(address, 240) as connection:
         for part in parts:
             try:
@@ -87,7 +87,7 @@ def talk(address, *parts, read=True):
 
 
 def wait_until_hung_up(app):
-    """Until the server has ended its only connection."""
+    """Waits until the server has closed its only connection."""
     deadline = time.monotonic() + 240
     while app.connections:
         assert time.monotonic() < deadline

@@ -40,7 +40,7 @@ METADATA = {
 
 
 class Front:
-    """What of vLLM stands before an engine."""
+    """The parts of vLLM in front of an engine."""
 
     def __init__(self, name, folder):
         self.family = FAMILIES[name]
@@ -51,7 +51,7 @@ class Front:
         self.processor = InputProcessor(config, renderer=self.renderer)
 
     def sent(self, prompt, **data):
-        """The request that an engine gets."""
+        """Returns the request that an engine gets."""
         (made,) = self.renderer.render_cmpl([{"prompt": prompt, "multi_modal_data": data}])
         return self.processor.process_inputs(
             "a", made, SamplingParams(), supported_tasks=("generate",)

@@ -40,7 +40,7 @@ def test_nothing_else_is_dropped(
 
 @pytest.fixture
 def shown(caplog, monkeypatch):
-    """A function that logs a warning, and returns its levels where it is logged."""
+    """Returns a function that logs a warning, and returns its logged levels."""
 
     def of(name, *message):
         drop_unhelpful_warnings()
@@ -75,7 +75,7 @@ def test_an_engine_that_ends_with_its_program_is_not_unexpected(shown, monkeypat
 
 @pytest.fixture
 def quoting(request, caplog, monkeypatch):
-    """A logger whose messages quote clients, and what it shows."""
+    """A logger whose messages quote clients, and its output."""
     name = getattr(request, "param", "vllm.renderers.chat_utils.chat_message")
     redact_client_text()
     caplog.set_level(logging.WARNING, name)

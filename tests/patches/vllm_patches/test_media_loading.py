@@ -25,7 +25,7 @@ def url(width=8, height=8, more=0):
 
 @pytest.fixture
 def bounded(monkeypatch):
-    """Two images of a request, as small as they are."""
+    """Limits a request to two minimal images."""
     memory = ImageMemory(2 * LEAST_PIXELS)
     monkeypatch.setattr(media_loading, "MEMORY", memory)
     media_loading.bound(2 * LEAST_PIXELS, fetch_any_host=True)
@@ -34,7 +34,7 @@ def bounded(monkeypatch):
 
 
 async def load(*urls):
-    """One request's images, whose client is answered at once."""
+    """Loads one request's images, with an immediate answer."""
     connector = MediaConnector()
     with media_loading.MEMORY.request():
         return await asyncio.gather(*(connector.fetch_image_async(each) for each in urls))

@@ -30,7 +30,7 @@ print(json.dumps({{"statuses": statuses, "modules": sorted(sys.modules)}}))
 
 
 def alone(script: str, given: str = "") -> str:
-    """What a process of its own prints."""
+    """Returns the output of a separate process."""
     done = subprocess.run(
         [sys.executable, "-c", script], input=given, capture_output=True, text=True
     )
@@ -39,7 +39,7 @@ def alone(script: str, given: str = "") -> str:
 
 
 def answers(printed: str) -> list[dict]:
-    """The JSON texts that stand one after the other."""
+    """Parses consecutive JSON texts."""
     decoder, found, at = json.JSONDecoder(), [], 0
     while at < len(printed.rstrip()):
         value, end = decoder.raw_decode(printed[at:])

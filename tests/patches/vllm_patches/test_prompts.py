@@ -18,7 +18,7 @@ class Recorder:
 
 
 def told(*given):
-    """The tokens that a watcher gets of prompts, which nobody answers."""
+    """Tokens of prompts that a watcher gets, without answers."""
     engine, recorder = SimpleNamespace(), Recorder()
     prompts.watch(engine, recorder)
     for prompt in given:
@@ -27,7 +27,7 @@ def told(*given):
 
 
 def with_images(tokens, *images):
-    """Images by the place of the first token of three, and their hash."""
+    """Makes images by the first of three tokens, with their hashes."""
     return {
         "type": "multimodal",
         "prompt_token_ids": tokens,

@@ -54,7 +54,7 @@ def test_no_vllm_at_all_is_refused_whatever_is_allowed(monkeypatch):
 
 
 def another_vllm(folder, *command, **environment):
-    """Runs Python where the installed vLLM says that it is 0.99.0."""
+    """Runs Python with an installed vLLM that reports 0.99.0."""
     metadata = folder / "vllm-0.99.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0\n")

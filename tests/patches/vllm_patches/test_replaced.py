@@ -27,7 +27,7 @@ LATER = {("model_info", "get_supported_mm_limits"), ("model_info", "get_mm_max_t
 
 
 class Replacements(ast.NodeVisitor):
-    """Finds the calls of `replace` in a module, with what their arguments stand for."""
+    """Finds calls of `replace` in a module, with their resolved arguments."""
 
     def __init__(self, path: Path) -> None:
         self.module = importlib.import_module(f"vllm_metal.patches.vllm_patches.{path.stem}")
@@ -59,7 +59,7 @@ class Replacements(ast.NodeVisitor):
         self.loops.pop()
 
     def values(self, node: ast.expr) -> list:
-        """All that an expression stands for: a loop's variable for each of its values."""
+        """Returns an expression's possible values, one per value of a loop variable."""
         if isinstance(node, ast.Constant):
             return [node.value]
         if isinstance(node, ast.Attribute):
@@ -85,7 +85,7 @@ class Replacements(ast.NodeVisitor):
 
 
 def problem(owner, name: str, ours: ast.arguments | None) -> str | None:
-    """What does not fit between vLLM's function and ours, which takes it first."""
+    """Returns the mismatch between vLLM's function and ours, which takes it first."""
     try:
         theirs = inspect.getattr_static(owner, name)
     except AttributeError:

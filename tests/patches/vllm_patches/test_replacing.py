@@ -12,7 +12,7 @@ from vllm_metal.patches.vllm_patches.replacing import replace
 
 class Theirs:
     def double(self, number: int) -> int:
-        """Twice the number."""
+        """Doubles the number."""
         return 2 * number
 
     @classmethod
@@ -26,7 +26,7 @@ def plus_one(original, self, number):
 
 @pytest.fixture
 def theirs():
-    """A class of its own for each test."""
+    """A new class for each test."""
     return type("Fresh", (), dict(vars(Theirs)))
 
 

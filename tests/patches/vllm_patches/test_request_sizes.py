@@ -84,7 +84,7 @@ def chain(rules):
 
 
 def references(count):
-    """The same as a schema."""
+    """Makes the same as a schema."""
     rules = {f"r{n}": {"anyOf": [{"$ref": f"#/$defs/r{n + 1}"}, {}]} for n in range(count)}
     return {"$defs": rules, "$ref": "#/$defs/r0"}
 

@@ -61,7 +61,7 @@ def engine_config():
 
 
 def configured(engine_config, method, keys, fields):
-    """A configuration with vLLM's own objects, as they are where vLLM reads its lists."""
+    """Makes a configuration with vLLM's own objects, for vLLM's checks."""
     config = copy.copy(engine_config)
     speculation = config.speculative_config = copy.copy(engine_config.speculative_config)
     speculation.method = method
@@ -94,7 +94,7 @@ def test_vllm_words_each_feature_so(engine_config):
 
 
 class Picky(AdapterLogitsProcessor):
-    """A user's processor of vLLM's first interface, which takes no top_k of 3."""
+    """A user's processor with vLLM's first interface that rejects top_k of 3."""
 
     @classmethod
     def validate_params(cls, params):

@@ -17,7 +17,7 @@ from vllm_metal.patches.vllm_patches.server_app import around_servers
 
 
 class Around:
-    """Passes all on: it stays around the servers of this process."""
+    """Passes everything on; it stays around this process's servers."""
 
     def __init__(self, inner, state, name):
         self.inner, self.state, self.name = inner, state, name
@@ -53,7 +53,7 @@ def test_two_functions_are_both_around_a_server(monkeypatch, built):
 
 @pytest.fixture(params=[LimitedHttp, "h11"])
 def failing_server(request, monkeypatch):
-    """A connection to vLLM's application with routes that raise, before and in their answers."""
+    """A connection to vLLM's application with routes that raise before and during answers."""
 
     async def serve_http(app, *args, **options):
         pass

@@ -12,7 +12,7 @@ from vllm_metal.patches.vllm_patches import speculation
 
 @pytest.fixture(scope="module")
 def config():
-    """Made as in every process that looks at requests."""
+    """Makes the configuration as in every process that checks requests."""
     return EngineArgs(
         model=str(embedded_model_path(dequantize=True)),
         max_model_len=256,

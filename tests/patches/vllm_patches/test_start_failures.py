@@ -32,7 +32,7 @@ from vllm_metal.settings import log_files
 
 @dataclass
 class Settings:
-    """As vLLM's configurations are: checked by pydantic when they are made."""
+    """Validated by pydantic when made, like vLLM's configurations."""
 
     block_size: int
 
@@ -48,7 +48,7 @@ def raised(act, kind=Exception):
 
 
 def of_vllm(error):
-    """An error as code of vLLM's raises it."""
+    """Returns an error as raised by vLLM's code."""
     return raised(
         lambda: exec("raise error", {"__name__": "vllm.config.model", "error": error}),
         BaseException,
@@ -108,7 +108,7 @@ def test_a_users_mistake_is_one_line_and_a_fault_has_none(error, told):
 
 @pytest.fixture
 def logs(tmp_path, monkeypatch):
-    """The folder of logs of a user who chose nothing about them."""
+    """Log folder of a user without log settings."""
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path))
     for name in start_failures.start_log.VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -117,7 +117,7 @@ def logs(tmp_path, monkeypatch):
 
 
 def fail(error, message="EngineCore failed to start."):
-    """What the engine's process does where its start fails, or a step."""
+    """Acts like an engine's process whose start or step fails."""
     start_failures.leave_causes()
     try:
         raise error
@@ -126,7 +126,7 @@ def fail(error, message="EngineCore failed to start."):
 
 
 def given_to_its_parent(logs, monkeypatch):
-    """Has this process stand for the parent of the one that failed."""
+    """Makes this process act like the parent of the failed one."""
     left = logs / f"cause-{os.getppid()}.json"
     left.rename(logs / f"cause-{os.getpid()}.json")
 
@@ -192,7 +192,7 @@ FATAL = "EngineCore encountered a fatal error."
 
 @pytest.fixture
 def named(logs, monkeypatch):
-    """What a process does that has started an engine."""
+    """Acts like a process that has started an engine."""
     monkeypatch.setattr(EngineDeadError, "__init__", EngineDeadError.__init__)
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: None)
     start_failures.name_causes()

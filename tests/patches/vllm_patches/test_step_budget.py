@@ -26,7 +26,7 @@ MOST = 128
 
 
 class Engine:
-    """Plans and ends steps one by one, each as long as its tokens ask for."""
+    """Plans and ends steps one at a time, with durations by their tokens."""
 
     def __init__(self, folder, monkeypatch, additional_config=None, **limits):
         arguments = doubles.arguments(
@@ -42,7 +42,7 @@ class Engine:
         monkeypatch.setattr(step_budget, "time", clock)
 
     def add(self, name, length, kind=RequestOutputKind.DELTA, images=()):
-        """Images by the place of their first row and their number of rows, which see each other."""
+        """Adds a request; `images`: first row and number of rows of bidirectional images."""
         params = SamplingParams(max_tokens=150, ignore_eos=True, output_kind=kind)
         params.update_from_generation_config({}, eos_token_id=None)
         prompt = [sum(map(ord, name)) % 90, *range(length - 1)]
@@ -58,7 +58,7 @@ class Engine:
         self.scheduler.add_request(request)
 
     def step(self, result=StepResult, idle=0.0):
-        """Tokens by request of a step that is planned, computed and heard of."""
+        """Plans, computes and finishes a step; returns its tokens by request."""
         output = self.scheduler.schedule()
         assert self.scheduler.max_num_scheduled_tokens == MOST
         planned = output.num_scheduled_tokens
@@ -94,7 +94,7 @@ def chunks(steps, name):
 
 
 def warm(engine):
-    """A stream, and a prompt beside it from which the engine learns."""
+    """Runs a stream and a prompt, from which the engine learns costs."""
     engine.add("stream", 30)
     engine.steps(6)
     engine.add("first", 240)
@@ -201,7 +201,7 @@ def images(start):
 
 
 def computed(engine, name, most_steps=60):
-    """Where each chunk of a prompt ends."""
+    """Returns the ends of a prompt's chunks."""
     ends, end = [], 0
     for _ in range(most_steps):
         end += engine.step().get(name, 0)

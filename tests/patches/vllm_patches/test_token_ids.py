@@ -18,7 +18,7 @@ UNKNOWN = [-1, VOCAB, 10**6, 10**30]
 
 
 def write_model(folder, tokenizer=False):
-    """MODEL, perhaps with a tokenizer that has three tokens more than the model."""
+    """Writes MODEL, optionally with a tokenizer that has three extra tokens."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     if tokenizer:
         from tokenizers import Tokenizer, models, pre_tokenizers
@@ -41,7 +41,7 @@ def make_processor(folder, tokenizer=False, **options):
 
 @pytest.fixture(scope="module", params=["generate", "embed", "generate with a tokenizer"])
 def admit(request, tmp_path_factory):
-    """Admits a prompt to an engine of either runner, as every route does."""
+    """Adds a prompt to an engine with either runner, as every route does."""
     embeds = request.param == "embed"
     processor = make_processor(
         tmp_path_factory.mktemp("model"),

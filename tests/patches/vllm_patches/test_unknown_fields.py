@@ -29,7 +29,7 @@ def changed():
 
 @pytest.fixture(scope="module")
 def client():
-    """Of a server with a route for each class, that answers with the body as it was read."""
+    """A client of a server with a route per class that returns the parsed body."""
     app = FastAPI()
     for model in BODIES:
 

@@ -23,7 +23,7 @@ FALLS, WAKES = 3.0, 2.0
 
 
 class Engine:
-    """Sleeps and wakes as vLLM's does, and notes whoever asks for what it could not do."""
+    """Sleeps and wakes like vLLM's engine, and records impossible requests."""
 
     def __init__(self):
         self.level, self.moving, self.users = 0, False, False
@@ -69,7 +69,7 @@ class Engine:
         return True
 
     async def compute(self, seconds):
-        """What a request does; vLLM lets it wait where the engine's user had it sleep."""
+        """Computes a request; vLLM makes it wait if a user put the engine to sleep."""
         if not self.users and (self.level or self.moving):
             self.wrong.append(f"a request at {self.level}")
         self.inside += 1
@@ -95,7 +95,7 @@ def play(script, idle_periods=SPELLS):
 
 
 async def ask(sleeper, engine, seconds=1.0):
-    """A request; returns how long it waited for the engine."""
+    """Sends a request; returns how long it waited for the engine."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     async with sleeper.request():

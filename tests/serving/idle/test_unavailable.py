@@ -10,7 +10,7 @@ from vllm_metal.serving.idle.unavailable import CannotWake, Unavailable
 
 
 def messages(app, kind="http"):
-    """What `app` behind `Unavailable` sends."""
+    """Returns the messages that `app` sends through `Unavailable`."""
     sent = []
 
     async def send(message):

@@ -54,7 +54,7 @@ def _files(family: str, text: str, tokens) -> ModelFiles:
 
 
 def _chosen(family: Rendered | Written, template: str, tokens) -> Choice:
-    """The choice, which is the expected one, and says so where vLLM's parser errs."""
+    """Asserts that the expected parser is chosen, with its known defect; returns the choice."""
     choice = choose(_files(family.family, template, tokens))
     chosen = tuple(rule and rule.parser for rule in (choice.tool, choice.reasoning))
     assert chosen == family.parsers
@@ -92,7 +92,7 @@ def _written(family: Written, case: str) -> tuple[Reader, Turn]:
 
 
 def _marked(families, name):
-    """A parameter for each family and case; those in which vLLM errs are expected to fail."""
+    """Returns a parameter per family and case; known errors of vLLM are expected failures."""
     for family in families:
         for case in family.cases:
             for way in ("whole", "streamed"):
@@ -130,7 +130,7 @@ def test_formats_that_are_written_down(family, case, way):
 
 @pytest.fixture(scope="module")
 def gpt_oss(tmp_path_factory):
-    """A reader of what gpt-oss writes, and its own template."""
+    """A reader of gpt-oss's output, and its template."""
     folder = tmp_path_factory.mktemp("vocabulary")
     with pytest.MonkeyPatch.context() as patch:
         try:

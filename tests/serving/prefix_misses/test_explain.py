@@ -12,7 +12,7 @@ BLOCK_SIZE = 16
 
 
 def report(before, now, cached=None, block_size=BLOCK_SIZE, answered=True):
-    """The miss of `now` behind `before`; `cached` as a cache has it that lost nothing."""
+    """Returns the miss of `now` after `before`; `cached`: as by a complete cache."""
     recent = RecentPrompts(8)
     remembered, _ = recent.add(before)
     remembered.is_computed = answered

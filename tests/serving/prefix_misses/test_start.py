@@ -8,7 +8,7 @@ from vllm_metal.serving.prefix_misses.header import MissHeader
 
 
 class Renderer:
-    """As vLLM's where --skip-tokenizer-init is set."""
+    """Like vLLM's renderer with --skip-tokenizer-init."""
 
     tokenizer = None
 

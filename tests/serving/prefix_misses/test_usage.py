@@ -54,7 +54,7 @@ def event(data, name=None):
 
 
 def written(style, stream, cuts=()):
-    """What comes of a stream that comes in pieces."""
+    """Returns the rewritten stream of these pieces."""
     writer, data = UsageWriter(style, Exchange(MISS), True), stream.encode()
     ends = [*sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
     pieces = [data[first:end] for first, end in zip([0, *ends], ends, strict=False)]
@@ -63,7 +63,7 @@ def written(style, stream, cuts=()):
 
 
 def data(stream):
-    """The objects of a stream's events."""
+    """Returns the objects of a stream's events."""
     lines = [line[6:] for line in stream.splitlines() if line.startswith("data: ")]
     return [json.loads(line) for line in lines if line != "[DONE]"]
 

@@ -20,7 +20,7 @@ def watch(metrics):
 
 
 def ask(watch, messages, cached=0, salt=None):
-    """What a client learns that asks so."""
+    """Returns the report for a client's request."""
     exchange = Exchange()
     token = EXCHANGE.set(exchange)
     tokens = rendered(messages).tokens

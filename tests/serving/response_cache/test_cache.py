@@ -24,7 +24,7 @@ ANSWERED = {"model": "m", "messages": HELLO, "prompt": "Hello", "temperature": 0
 
 
 def play(tmp_path, scenario, app=None, **options):
-    """Runs `scenario(gate, keys, app)` before a server that knows its model."""
+    """Runs `scenario(gate, keys, app)` with a server whose model is identified."""
 
     async def run():
         double = app or App()
@@ -44,7 +44,7 @@ async def until(condition):
 
 
 async def twice(gate, key, first, second=None, path=PATHS[0], **more):
-    """X-Cache of two requests, and their replies."""
+    """Returns X-Cache of two requests, and their replies."""
     replies = [
         await ask(gate, path, fields, key, **more)
         for fields in (first, first if second is None else second)
@@ -251,7 +251,7 @@ def test_errors_and_aborted_answers_are_never_kept(tmp_path, app):
 
 
 class CutOff(App):
-    """vLLM that fails in the middle of a stream, in one of two ways."""
+    """A vLLM that fails in the middle of a stream, in one of two ways."""
 
     error = False
 
@@ -387,7 +387,7 @@ def test_twins_of_an_answer_that_is_not_kept_ask_for_themselves(tmp_path):
 
 
 class Broken:
-    """A store that can be out of order."""
+    """A store that may fail."""
 
     def __init__(self, inner):
         self.inner, self.out, self.calls = inner, False, 0

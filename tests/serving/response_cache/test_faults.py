@@ -38,7 +38,7 @@ def chat(number):
 
 
 async def mark(gate, number, key=None):
-    """X-Cache of a request, whose answer is right."""
+    """Returns X-Cache of a request, after checking its answer."""
     fields = {"model": "m"} | chat(number)
     reply = await ask(gate, fields=fields, key=key)
     assert (reply.status, reply.text()) == (200, text_of(fields))
@@ -50,12 +50,12 @@ async def marks(gate, numbers, key=None):
 
 
 def ticks():
-    """A clock by which a store's second of rest is over at once."""
+    """A clock that ends a store's pause at once."""
     return itertools.count(step=2).__next__
 
 
 def play(folder, scenario, clock=None, **cache):
-    """Runs `scenario(gate)` without tenants, by `ticks` where there is no other clock."""
+    """Runs `scenario(gate)` without tenants, with `ticks` by default."""
 
     async def run():
         secret = folder / "secret"
@@ -74,7 +74,7 @@ def play(folder, scenario, clock=None, **cache):
 
 
 def settle(path):
-    """Nothing waits beside the file."""
+    """Merges the write-ahead log into the database."""
     database = sqlite3.connect(path)
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     database.close()
@@ -82,7 +82,7 @@ def settle(path):
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """A SQLite file with forty answers."""
+    """A SQLite file with forty responses."""
     folder = tmp_path_factory.mktemp("filled")
     play(folder, lambda gate: marks(gate, range(40)), path=folder / "answers")
     settle(folder / "answers" / FILE)
@@ -184,7 +184,7 @@ def disk(tmp_path):
 
 @contextlib.contextmanager
 def no_room(folder):
-    """The file system is full."""
+    """Fills the file system."""
     rest = folder / "rest"
     with contextlib.suppress(OSError), rest.open("wb", buffering=0) as file:
         while True:
@@ -195,7 +195,7 @@ def no_room(folder):
 
 @contextlib.contextmanager
 def small_files(folder):
-    """No file may be written beyond 20 kB."""
+    """Limits files to 20 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
@@ -240,7 +240,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path, disk, caplog_vllm):
 
 @pytest.fixture
 def server(tmp_path):
-    """A real Redis server's process, its address and a client."""
+    """A real Redis server's process, address and client."""
     redis = pytest.importorskip("redis", reason="the extra `redis` is not installed")
     with held_port() as port, redis_server(port, tmp_path) as process:
         url = f"redis://127.0.0.1:{port}/0"

@@ -24,7 +24,7 @@ def test_no_request_fails_when_redis_stops_and_starts_under_load(tmp_path, caplo
     marks = {"before": [], "while": [], "after": []}
 
     async def some(gate, when, count):
-        """Requests of ten kinds, eight at a time."""
+        """Sends requests of ten kinds, eight at a time."""
         limit = asyncio.Semaphore(8)
 
         async def one(number):

@@ -63,7 +63,7 @@ def test_redis_that_is_not_there_is_an_outage_at_once():
 
 
 async def found(store):
-    """The answer; None where the server does not answer in time."""
+    """Returns the response; None if the server does not answer in time."""
     with contextlib.suppress(StoreError):
         return await store.get(key(1))
 

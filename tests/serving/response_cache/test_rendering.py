@@ -16,7 +16,7 @@ from vllm_metal.serving.response_cache.key import Rendered
 
 @pytest.fixture
 def state(tmp_path, monkeypatch):
-    """What is read of vLLM's application, over a folder of a model."""
+    """The relevant state of vLLM's application, for a model folder."""
     monkeypatch.setattr(
         rendering.weights_digest, "of_networks", lambda config, memo: {"target": "0123"}
     )

@@ -23,7 +23,7 @@ def random_rows(count, heads, seed):
 
 
 def by_formula(queries, keys, values, lengths, window):
-    """Softmax over each text in float64; [T, H, 1, D]."""
+    """Computes softmax attention over each text in float64; returns [T, H, 1, D]."""
     out = np.zeros(queries.shape)
     starts = starts_of(lengths)
     for begin, end in itertools.pairwise(starts):

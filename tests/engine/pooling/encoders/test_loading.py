@@ -24,7 +24,7 @@ LENGTHS = [1, 5, 100, 17, 40, 41, 3, 128]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """By architecture, transformers' model and the folder of its checkpoint."""
+    """transformers' model and the checkpoint folder, by architecture."""
 
     @functools.cache
     def make(architecture):
@@ -39,7 +39,7 @@ def load(folder, architecture, dtype=mx.float32, **overrides):
 
 
 def hidden(encoder, texts, types=None):
-    """[n, H] of each text, of one step with all."""
+    """Returns [n, H] of each text, computed in one step."""
     rows = rows_of([len(text) for text in texts], np.concatenate(texts).astype(np.int32))
     inputs = rows.inputs
     if types is not None:

@@ -21,7 +21,7 @@ def configure(folder, **options):
 
 
 def with_config(folder, tmp_path, **changes):
-    """The folder, with another config.json."""
+    """Copies the folder with another config.json."""
     copied = shutil.copytree(folder, tmp_path / "copied")
     content = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(content | changes))

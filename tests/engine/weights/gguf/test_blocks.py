@@ -19,7 +19,7 @@ BOUND = 1e-6  # of the largest magnitude, in float32
 
 
 def read(kind: Kind, blocks: np.ndarray) -> np.ndarray:
-    """What a weight of these blocks multiplies with in float32."""
+    """Returns these blocks' values as multiplied in float32."""
     shape = KEPT[f"{kind.name}.values"].shape
     tensor = GGUFTensor("x", kind, shape, blocks)
     is_exact = kind in gguf_blocks.EXACT

@@ -43,7 +43,7 @@ def write_gguf(
     hidden: int = HIDDEN,
     **extra: Any,
 ) -> Path:
-    """A small random model of `family`; `encode` gives the type of each matrix."""
+    """Writes a small random model of `family`; `encode` gives the type of each matrix."""
     rng = np.random.default_rng(0)
     mlp = 2 * hidden if hidden != HIDDEN else MLP
     head_dim = hidden // HEADS if family in ("llama", "qwen2") else 32
@@ -135,7 +135,7 @@ def random_kquant(rng: np.random.Generator, kind: Kind, shape: tuple[int, int]) 
 
 
 def transformers_model(path: Path, **overrides: Any) -> PreTrainedModel:
-    """What transformers makes of a GGUF file, in float32."""
+    """Loads a GGUF file with transformers, in float32."""
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     for key, value in overrides.items():
         setattr(config, key, value)
@@ -189,7 +189,7 @@ def test_matrices_decoded_in_pieces_give_the_logits_of_transformers(tmp_path: Pa
 
 
 def mixed(name: str) -> Kind:
-    """Several kinds of block in one model, the way quantizers mix them."""
+    """Returns a mix of block types in one model, like quantizers make."""
     for part, kind in (
         ("token_embd", Kind.Q8_0),
         ("attn_v", Kind.Q5_1),
@@ -344,7 +344,7 @@ def test_end_tokens_of_both_kinds_stop_generation(tmp_path: Path, how: str) -> N
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Runs a conversion that must fail; returns the message and checks that nothing is left."""
+    """Runs a conversion that must fail and leave nothing; returns the message."""
 
     def run(path: Path, options: ConvertOptions | None = None) -> str:
         folder = tmp_path / "results"

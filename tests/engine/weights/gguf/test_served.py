@@ -60,7 +60,7 @@ def served(file: Path, root: Path, inexact: Any = "8bit") -> Any:
 
 
 def tensor_of(kind: Kind, rows: int, columns: int, seed: int = 0) -> GGUFTensor:
-    """Random blocks, of which every bit occurs."""
+    """Makes random blocks in which every bit occurs."""
     rng = np.random.default_rng(seed)
     block, size = GGML_QUANT_SIZES[kind]
     data = rng.integers(0, 256, (rows, columns // block, size), dtype=np.uint8)
@@ -73,7 +73,7 @@ def tensor_of(kind: Kind, rows: int, columns: int, seed: int = 0) -> GGUFTensor:
 
 
 def error_of(toy: str, root: Path) -> float:
-    """Largest difference from transformers' logits, relative to their standard deviation."""
+    """Returns the largest difference from transformers' logits, relative to their deviation."""
     expected = np.load(TOYS / f"{toy}.npy")
     assert expected.std() > 1
     model = served(TOYS / f"{toy}.gguf", root)
@@ -222,7 +222,7 @@ def copy_settings(
 
 
 def quantized(toy: str, kind: Kind, out: Path) -> Path:
-    """A toy with its matrices in a type that gguf-py writes."""
+    """Quantizes a toy's matrices to a type that gguf-py writes."""
     source = GGUFSource(TOYS / f"{toy}.gguf")
     reader = gguf.GGUFReader(TOYS / f"{toy}.gguf")
     writer = gguf.GGUFWriter(out, source.architecture)
@@ -280,7 +280,7 @@ def test_outlines_are_known_without_reading(
 
 
 def finish(writer: gguf.GGUFWriter, tensors: Iterable[GGUFTensor]) -> None:
-    """Writes a file whose metadata are there, with the tensors in float32."""
+    """Completes a file that has metadata with float32 tensors."""
     for tensor in tensors:
         values = gguf.dequantize(tensor.data, tensor.kind).reshape(tensor.shape)
         writer.add_tensor(tensor.name, np.ascontiguousarray(values, np.float32))
@@ -291,7 +291,7 @@ def finish(writer: gguf.GGUFWriter, tensors: Iterable[GGUFTensor]) -> None:
 
 
 def split(file: Path, folder: Path) -> list[Path]:
-    """The file in two parts, as gguf-split writes them."""
+    """Splits the file into two parts like gguf-split."""
     source, reader = GGUFSource(file), gguf.GGUFReader(file)
     tensors = list(source.tensors.values())
     parts = []
@@ -327,7 +327,7 @@ def test_files_are_known_by_their_first_bytes(tmp_path: Path) -> None:
 
 
 def cached(root: Path, names: list[str]) -> None:
-    """A repository in the Hugging Face cache."""
+    """Makes a repository in the Hugging Face cache."""
     snapshot = root / "models--owner--name" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (root / "models--owner--name" / "refs").mkdir()

@@ -39,7 +39,7 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 
 
 class NaiveBPE:
-    """Byte-level BPE by its definition: join the best-ranked adjacent pair until there is none."""
+    """Byte-level BPE by definition: joins the best-ranked adjacent pair until none is left."""
 
     def __init__(self, tokens: list[str], merges: list[str], whole_words: bool = False) -> None:
         self.ids = {token: i for i, token in enumerate(tokens)}
@@ -67,7 +67,7 @@ def _bytes_of(text: str) -> Iterator[bytes]:
 
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Path, dict[str, Any]]:
-    """SmolLM2's converted directory and the vocabulary its GGUF names."""
+    """SmolLM2's converted directory, and its GGUF's vocabulary."""
     path = smollm2_gguf()
     metadata, _ = read_gguf_metadata(str(path), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
     return embedded_model_path(dequantize=False), metadata
@@ -228,7 +228,7 @@ def test_gemma3_encodes_as_sentencepiece() -> None:
 
 
 def convert_tokenizer(tmp_path: Path, vocabulary: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of a converted model that has this vocabulary and next to no weights."""
+    """Returns the tokenizer of a converted model with this vocabulary and tiny weights."""
     path = tmp_path / "m.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(0)

@@ -18,7 +18,7 @@ YARN = {"factor": 8.0, "original_max_position_embeddings": 128, "beta_fast": 32.
 
 
 def of_transformers(rope_type, scaling, seq_len=None):
-    """[DIMS / 2] wavelengths / 2 pi, and the factor of queries and keys."""
+    """Returns [DIMS / 2] wavelengths / 2 pi, and transformers' attention factor."""
     config = LlamaConfig(
         hidden_size=4 * DIMS,
         num_attention_heads=4,
