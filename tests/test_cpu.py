@@ -31,7 +31,7 @@ def test_the_device_is_set_and_not_left_to_mlx(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("first", ["conftest", "e2e.fuzz.__main__"])
 def test_it_is_so_before_mlx_is_imported(first: str):
-    """Of pytest and of `make fuzz`; the import of MLX itself ends the process."""
+    """In pytest and `make fuzz`: importing MLX itself would end the process."""
     code = f"""
 import os, sys
 class Watch:

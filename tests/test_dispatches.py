@@ -26,7 +26,7 @@ def test_views_are_none_and_chains_are_one():
 
 
 def test_a_layer_of_llama_is_what_a_hand_counts():
-    """Seven products, two norms, a write, attention, its parts joined, the gate, two sums."""
+    """Seven products, two norms, a write, attention, its join, the gate and two sums."""
     assert dispatches.count("llama").layer == 7 + 2 + 1 + 2 + 1 + 2
 
 

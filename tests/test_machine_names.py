@@ -91,7 +91,7 @@ def test_keys_of_settings_and_files():
 
 
 def test_messages_between_engines():
-    """Their tags are the classes' names; fields go by their order, which the version covers."""
+    """Their tags are class names; the version covers the order of the fields."""
     found = {each.__name__ for each in messages.Message.__subclasses__()}
     assert {
         msgspec.inspect.type_info(each).tag for each in messages.Message.__subclasses__()

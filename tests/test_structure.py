@@ -32,7 +32,7 @@ def test_the_page_has_the_folders_in_their_order():
 
 
 def test_no_import_goes_up():
-    """Neither when a module is imported, nor in its functions, nor for types alone."""
+    """Covers imports in modules, in functions and for types alone."""
     assert [str(item) for item in import_rules.upward(TREE)] == []
 
 
@@ -41,7 +41,7 @@ def test_no_two_floors_and_no_two_modules_import_each_other():
 
 
 def test_folders_that_leave_others_alone_do():
-    """The server's part knows no engine, and patches change the hosts alone."""
+    """The server's part does not import the engine, and patches change the hosts alone."""
     assert import_rules.never(TREE) == []
 
 
@@ -61,7 +61,7 @@ def test_a_plan_has_a_type():
 
 @pytest.mark.parametrize("left_out", [facts.NOT_IN_ENGINE, facts.NOT_IN_ANSWERS])
 def test_what_a_digest_of_the_code_leaves_out_is_not_used_by_what_it_has(left_out):
-    """By an import, or by a name in a string: `vllm_metal/__init__.py` alone names the platform."""
+    """Neither by import nor by name: only `vllm_metal/__init__.py` names the platform."""
     assert import_rules.uses(TREE, left_out) == []
 
 

@@ -98,7 +98,7 @@ def test_macs_run_the_tests_that_fit_them_weekly():
 
 
 def test_actions_run_on_a_node_that_github_has():
-    """Node 24: the first majors that declare it."""
+    """These are the first majors that declare Node 24."""
     least = {"checkout": 5, "setup-python": 6, "setup-node": 5, "cache": 5}
     least |= {"upload-artifact": 6, "download-artifact": 7}
     for path in WORKFLOWS.values():

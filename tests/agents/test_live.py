@@ -91,7 +91,7 @@ def test_aider_applies_edit_blocks(does, installation, project):
 
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_client_asks_again_where_its_stream_was_cut(name, does, installation):
-    """The stream of its work: an agent may ask for a title, without tools, before or beside it."""
+    """Cuts the stream of its work, not of a title that an agent may request without tools."""
     agent = name in AGENTS
 
     def works(body):

@@ -22,7 +22,7 @@ from _toy_model import Toy
 
 @pytest.mark.parametrize("replicas", [2, 4, 8])
 def test_shares_by_hand(replicas: int) -> None:
-    """Asked k = 1.5 n times in a row, a prefix is new once on a desk, or n times, once a server."""
+    """A prefix is new once where servers share, and once per server where they do not."""
     asked = 3 * replicas // 2
     trace = trace_of(replicas, seed=0)
     whole = PREFIX_TOKENS / (PREFIX_TOKENS + OWN_TOKENS)
@@ -54,7 +54,7 @@ def test_a_toy_has_the_bytes_that_it_says(tmp_path: Path) -> None:
 
 
 def test_one_engine_has_no_rate_of_several_and_no_comparison_lacks_its_figure() -> None:
-    """JSON knows no NaN."""
+    """Missing rates are null, because JSON has no NaN."""
     shares = [Shares(n, n > 1, 0.5, 0.5, 0.0, 1.0, [[1]]) for n in (1, 2)]
     kept = {
         "one engine": Measured(shares[0], None, None),
@@ -69,7 +69,7 @@ def test_one_engine_has_no_rate_of_several_and_no_comparison_lacks_its_figure() 
 
 @pytest.mark.parametrize(("streams", "halves"), [(1, 1), (2, 2), (4, 2)])
 def test_waiting_by_hand(streams: int, halves: int) -> None:
-    """One engine takes 10 ms a step; ranks take 5 ms each, and 2 ms go by besides."""
+    """One engine takes 10 ms a step; ranks take 5 ms each, plus 2 ms in between."""
     step = 0.012 / halves  # a token, as many batches on their way as there are
     waiting = Waiting(streams, alone=0.010, seconds=step, beside=0.002)
     assert waiting.reckoned == pytest.approx(1 - halves / 2)

@@ -184,7 +184,7 @@ def test_a_listener_is_told_by_its_user(tmp_path, monkeypatch):
 
 
 def test_a_listener_elsewhere_is_told_by_ones_own_processes(monkeypatch):
-    """As macOS shows them."""
+    """macOS shows a user the sockets of their own processes only."""
     here = psutil.Process()
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(psutil, "process_iter", lambda: [here])

@@ -53,7 +53,7 @@ def test_a_server_does_not_go_on_answering_from_what_was_purged(gate, capsys):
 
 @pytest.mark.parametrize("what", ["files", "folder", "database"])
 def test_removed_files_lead_to_no_old_hit(gate, tmp_path, what):
-    """Of a running server, which keeps new answers from then on."""
+    """The server is running and keeps new answers from then on."""
     gate, keys = gate
     asyncio.run(ready(gate))
     assert marks(gate, keys) == ["MISS", "MISS"] and marks(gate, keys) == ["HIT", "HIT"]

@@ -83,7 +83,7 @@ def test_the_readme_s_snippet_pasted_into_a_file(model: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_engines_one_after_the_other(model: str, tmp_path: Path) -> None:
-    """Two in the process, then one in a process of its own, which the user asks for."""
+    """Two engines run in this process, then one in a process of its own, as a user may set."""
     code = f"""
         import os, random
         from vllm import LLM, SamplingParams

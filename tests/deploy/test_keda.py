@@ -99,7 +99,7 @@ def wanted(found):
 @pytest.mark.more
 @pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed (Debian: prometheus)")
 def test_prometheus_answers_the_query_with_replicas_for_what_is_open(tmp_path):
-    """A real one: the sum over servers, none of which has to wait for another to be scraped."""
+    """A real Prometheus sums over servers and waits for no server's scrape."""
     first, second = Exporter(running=16, waiting=4), Exporter(running=0, waiting=0)
     with exporting(first, second) as addresses, prometheus(addresses, tmp_path) as found:
         wait_for(lambda: found.values(QUERY) == [20.0])
@@ -116,7 +116,7 @@ def test_prometheus_answers_the_query_with_replicas_for_what_is_open(tmp_path):
 @pytest.mark.more
 @pytest.mark.skipif(PROGRAM is None, reason="prometheus is not installed (Debian: prometheus)")
 def test_where_no_server_can_be_asked_the_query_has_an_answer(tmp_path):
-    """Zero, and not nothing, of which KEDA makes what `ignoreNullValues` says."""
+    """The answer is zero: KEDA would treat an empty one by `ignoreNullValues`."""
     with prometheus([f"127.0.0.1:{free_port()}"], tmp_path, health="down") as found:
         assert found.values(QUERY) == [0.0]
 
@@ -129,7 +129,7 @@ def wait_for(condition, seconds=240):
 
 
 def test_replicas_do_not_come_and_go():
-    """What waits to take one away is the HPA; `cooldownPeriod` is for the last one alone."""
+    """The HPA delays each removal; `cooldownPeriod` is for the last replica alone."""
     spec = OBJECT["spec"]
     assert spec["minReplicaCount"] >= 1 and "cooldownPeriod" not in spec
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]

@@ -98,7 +98,7 @@ def test_a_rank_joins_the_first_macs():
 
 @each_service
 def test_paths_are_absolute(name):
-    """launchd knows no home folder and no shell."""
+    """launchd expands no home folder and starts no shell."""
     service = SERVICES[name]
     for path in (
         service["ProgramArguments"][0],

@@ -90,7 +90,7 @@ def test_logrotate(writer, tmp_path):
 
 
 def test_newsyslog(writer):
-    """What newsyslog.conf(5) says that it does: the file is renamed, and an empty one made."""
+    """As newsyslog.conf(5) states, it renames the file and creates an empty one."""
     writer.write("before")
     old = writer.log.rename(writer.log.with_name("server.log.0"))
     writer.log.touch(0o640)
@@ -99,7 +99,7 @@ def test_newsyslog(writer):
 
 
 def test_the_line_for_newsyslog():
-    """Its fields, as newsyslog.conf(5) of macOS gives them."""
+    """Its fields follow newsyslog.conf(5) of macOS."""
     (line,) = [
         line
         for line in (FOLDER / "newsyslog.conf").read_text().splitlines()

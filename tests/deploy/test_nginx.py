@@ -49,7 +49,7 @@ def test_a_key_that_asks_too_often_is_told_when_to_come_again(proxy, server, sty
 
 @pytest.mark.more
 def test_keys_that_change_are_limited_by_their_address(server, tmp_path):
-    """At a rate that a busy machine goes beyond, too."""
+    """Lowers the rate so that even a busy machine exceeds it."""
     with (
         nginx([server.address], tmp_path, {"rate=50r/s": "rate=1r/s"}) as url,
         httpx.Client(base_url=url) as proxy,
@@ -62,7 +62,7 @@ def test_keys_that_change_are_limited_by_their_address(server, tmp_path):
 
 @pytest.mark.parametrize("chunked", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_a_stream_is_not_held_back(proxy, server, chunked):
-    """The server waits with the second event until the first was seen."""
+    """The server sends the second event only after the first was seen."""
     server.chunked = chunked
     with proxy.stream("POST", CHAT, json={"stream": True}) as reply:
         parts = reply.iter_raw()
@@ -117,7 +117,7 @@ def test_headers_that_are_too_large(proxy, server, headers):
     ],
 )
 def test_a_request_that_does_not_arrive_is_let_go(server, tmp_path, directive, sent):
-    """With a second instead of the ten that are shipped."""
+    """Uses one second instead of the shipped ten."""
     changes = {directive: directive.replace("10s", "1s")}
     with nginx([server.address], tmp_path, changes) as url:
         where = urlsplit(url)
@@ -153,7 +153,7 @@ def test_a_key_stays_with_its_server_while_that_takes_requests(tmp_path, trouble
 
 
 def test_servers_that_all_refuse(tmp_path):
-    """Their own answer is passed on."""
+    """nginx passes on their own answer."""
     with double() as server, nginx([server.address], tmp_path) as url:
         server.draining = True
         reply = httpx.post(f"{url}{CHAT}", json={})

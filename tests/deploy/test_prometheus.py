@@ -171,7 +171,7 @@ def send_one(server, key):
 
 
 def test_a_target_whose_key_is_missing_is_told(server, tmp_path):
-    """As the configuration is shipped, before a key is put in."""
+    """Uses the shipped configuration, which has no key yet."""
     with prometheus([server.url.removeprefix("http://")], tmp_path, health="down") as started:
         wait_for(lambda: ("ServerDown", "firing") in started.alerts(), started.alerts)
         assert started.values("vllm:num_requests_waiting") == []
@@ -197,7 +197,7 @@ def come_without_a_key(server):
 
 
 def test_every_alert_fires(watched, server, key, failing_file):
-    """But those of a server that has ended, which come last."""
+    """Leaves out the alerts of a server that has ended, which a later test checks."""
     expected = {(rule["alert"], "firing") for rule in rules("alert")}
     expected -= {("ServerDown", "firing"), ("ServerRestarted", "firing")}
     stop, fired = threading.Event(), set()
@@ -256,7 +256,7 @@ def test_acceptance_and_hit_rate_are_in_one_scrape_and_in_one_line(server, key, 
 
 
 def test_its_log_may_be_renamed(server, key, folder):
-    """What is logged later stands in a new file: of the server's process, and of the engine's."""
+    """Later lines of the server's and the engine's processes go to a new file."""
     log, engine = folder / "server.log", engine_of(server)
     before = log.rename(folder / "server.log.0")
     send_one(server, key)
@@ -268,7 +268,7 @@ def test_its_log_may_be_renamed(server, key, folder):
 
 
 def test_device_time_adds_up_and_tenants_pay_for_it(watched, server):
-    """All requests were a tenant's, so what the device cost is what the tenant cost."""
+    """One tenant made all requests, so the device's cost is that tenant's cost."""
     by_kind = {
         kind: server.metric("vllm:metal_device_seconds_total", kind=kind)
         for kind in ("prefill", "decode")

@@ -40,7 +40,7 @@ def test_promtool_finds_nothing_wrong(arguments):
 
 @needs_promtool
 def test_the_rules_tests_can_fail(tmp_path):
-    """Without its rule, each alert is missed."""
+    """Without its rule, each alert is missing."""
     kept = groups("rules.yml")
     for group in kept:
         group["rules"] = [rule for rule in group["rules"] if "alert" not in rule]
@@ -88,7 +88,7 @@ def test_the_configuration_names_all_rules_and_no_key_is_shipped():
     ],
 )
 def test_the_tests_of_costs_can_fail(number, tmp_path):
-    """With a rule that says one more."""
+    """Each rule in turn returns one too many."""
     wrong = groups("costs.yml")
     rule = wrong[1]["rules"][number]
     rule["expr"] = f"1 + ({rule['expr']})"
@@ -100,7 +100,7 @@ def test_the_tests_of_costs_can_fail(number, tmp_path):
 
 @needs_promtool
 def test_machines_may_differ(tmp_path):
-    """As the comment in costs.yml says."""
+    """Uses the example in the comment of costs.yml."""
     (line,) = re.findall(r"^# +(40 \+ .*)$", (FOLDER / "costs.yml").read_text(), re.MULTILINE)
     up = [
         {"series": f'up{{job="vllm", instance="{name}"}}', "values": "1x5"}

@@ -36,7 +36,7 @@ def available(mac, own=0, **options):
 
 @given(macs())
 def test_no_page_is_counted_twice_and_no_figure_is_less_than_psutils(mac):
-    """Free pages, files and what is purgeable whole; of the other anonymous pages half."""
+    """Counts free, file and purgeable pages in full, other anonymous ones by half."""
     whole = mac.free + mac.files + mac.purgeable
     half = (mac.anonymous - mac.purgeable) / 2
     found = available(mac)
@@ -49,7 +49,7 @@ def test_no_page_is_counted_twice_and_no_figure_is_less_than_psutils(mac):
 
 @given(st.integers(0, 5 * GIB // PAGE), st.booleans())
 def test_a_model_takes_of_it_what_it_holds_whether_it_is_wired_or_not(pages, wired):
-    """macOS gives a loaded model free pages, then files, then halves of compressed pages."""
+    """macOS gives a model free pages, then files, then halves of compressed pages."""
     before, missing = replace(BUSY, speculative=0), pages
     free = min(before.free, missing)
     files = min(before.files, missing - free)

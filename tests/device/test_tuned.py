@@ -71,7 +71,7 @@ def test_without_a_file_the_chips_family_decides(chip, dispatches):
 
 
 def test_without_a_file_nothing_is_slower_to_start(monkeypatch, tmp_path):
-    """Neither sources are read nor processes started."""
+    """No source is read and no process is started."""
     for module, name in ((identity, "software"), (gpu_cores, "count")):
         monkeypatch.setattr(module, name, lambda: pytest.fail("asked without a file"))
     assert tuned.load(tmp_path) == tuned.Loaded(BY_FAMILY)
@@ -126,7 +126,7 @@ def test_a_broken_foreign_or_older_file_costs_one_line(name, tmp_path):
 
 
 def test_two_processes_may_write_at_once(tmp_path):
-    """Whoever reads meanwhile finds the whole of one of them."""
+    """A concurrent reader finds one complete file."""
     text = (
         "import sys\nfrom pathlib import Path\nfrom vllm_metal.device import tuned\n"
         "choices = tuned.Choices(slots=int(sys.argv[2]), decode_rows={'x' * 9000: 8})\n"

@@ -56,7 +56,7 @@ def test_chunks(folders, name, chunk):
 @pytest.mark.more
 @pytest.mark.parametrize("elements", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_latents_as_codes(folders, elements):
-    """A row that is found in the cache answers as it did in the step that computed it."""
+    """A cached row gives the answer of the step that computed it."""
     prompts, texts = prompts_of(8), []
     for chunk in (16, 512):
         with hybrid_engine(

@@ -130,7 +130,7 @@ def test_no_token_of_a_step_that_failed_is_told(
 def test_nor_where_tokens_are_read_after_the_next_hand_over(
     tiny, dense, prompts, device, monkeypatch
 ):
-    """As on a GPU that is slower than its host: the check of a step is an evaluation of its own."""
+    """Where a GPU is slower than its host, a step's check is its own evaluation."""
     monkeypatch.setattr(EarlyReads, "before_submit", lambda *_, **__: None)
     with engine(tiny, max_model_len=128, max_num_seqs=2, async_scheduling=True) as llm:
         for number, ends in enumerate(ENDS, 1):
@@ -229,7 +229,7 @@ def test_two_steps_in_flight_on_kernels_whose_drafts_nobody_has_read(tmp_path, d
 
 @pytest.mark.more
 def test_an_error_between_steps_fails_those_in_flight(tiny, dense, prompts, device):
-    """Whoever waits for the device meets it: a caller from outside, who is none the wiser."""
+    """Another caller that waits for the device meets the error and does not notice."""
     for call in ("synchronize_device", "check_health"):
         with engine(tiny, max_model_len=128, max_num_seqs=4) as llm:
             outlive(llm, dense, prompts)

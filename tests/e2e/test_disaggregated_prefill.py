@@ -168,7 +168,7 @@ class ByPosition:
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [True, False])
 def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahead):
-    """The comparison above finds the error that it is for."""
+    """Shows that the comparison above finds the error that it is for."""
     toy = toys["draft_model"]
     options = drafting(toy, ahead)
     texts = [(prompt, []) for prompt, known in cases(TOY_VOCAB, BLOCK) if not known]
@@ -192,7 +192,7 @@ def test_blocks_by_position_are_told_from_blocks_by_hash(toys, monkeypatch, ahea
     "end", [pytest.param("max_tokens", marks=pytest.mark.slow), "a stop token"]
 )
 def test_a_producer_that_goes_on_past_the_prompt(toys, end, ahead):
-    """It ends at a token while the next step is scheduled already, or after several."""
+    """It ends at a token while the next step is already scheduled, or after several."""
     toy = toys["draft_model"]
     options = drafting(toy, ahead)
     texts = [(prompt, []) for prompt, known in cases(TOY_VOCAB, BLOCK) if not known]
@@ -209,7 +209,7 @@ def test_a_producer_that_goes_on_past_the_prompt(toys, end, ahead):
 
 
 def test_a_producer_that_sleeps_hands_out_what_it_has(tiny):
-    """Pages for others lie outside the pool, so that leases outlive it. Of either level."""
+    """Pages for others lie outside the pool, so leases outlive either level of sleep."""
     rng, port = np.random.default_rng(8), free_port()
     with producer(tiny, port) as p, consumer(tiny, port) as d:
         for level in (1, 2):

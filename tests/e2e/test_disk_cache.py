@@ -77,7 +77,7 @@ def test_kernels(short, tmp_path, interpreted):
 
 @pytest.mark.more
 def test_an_adapter_finds_what_its_content_has_stored(tmp_path):
-    """After a restart; trained anew under its name and path it finds nothing, and put back all."""
+    """After a restart: retrained under its name, it finds nothing; restored, everything."""
     from engine.lora.toys import Toy, greedy_tokens  # imports PEFT
 
     toy = Toy("llama", tmp_path / "base")

@@ -203,7 +203,7 @@ def wait_until_stored(server, cache, number):
 
 @pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.more)])
 def test_weights_whose_files_change_are_those_that_were_loaded(own, tmp_path, level):
-    """A pool that is made later, after a nap or a failed step, says nothing of the weights."""
+    """A pool made later, after sleep or a failed step, does not depend on the files."""
     model, cache = own / "full", tmp_path / "cache"
     (prompt,) = random_prompts([100], VOCAB)
     with disk_engine(str(model), cache, enable_sleep_mode=True) as llm:

@@ -87,7 +87,7 @@ def test_a_head_with_a_cache(smollm2, fitted, tmp_path, method):
 
 
 def test_engines_with_and_without_an_assistant_share_pages(tmp_path):
-    """Gemma 4's assistant has no K/V of its own, and so drafts behind a prefix of any engine."""
+    """Gemma 4's assistant has no K/V, so it drafts behind any engine's prefix."""
     toy = write_toys(tmp_path, for_kernels=True)["assistant"]
     prompt, found = [(7 * i * i + 3 + i // 5) % FEW for i in range(70)], []
     for role, speculation in (

@@ -35,7 +35,7 @@ def expected(tiny, prompts):
     "extra", [{"share": "pool"}, {"outbox_bytes": 1 << 20}], ids=["pool", "outbox"]
 )
 def test_an_engine_that_was_restarted_serves_what_it_had(tiny, prompts, expected, tmp_path, extra):
-    """Also pages of a salt, to who knows it."""
+    """This includes salted pages, for peers that know the salt."""
     port, secret = free_port(), tmp_path / "key"
     secret.write_text("k" * 32)
     secret.chmod(0o600)

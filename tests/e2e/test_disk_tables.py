@@ -137,7 +137,7 @@ def test_tokens_are_those_of_a_loaded_table(model, late, monkeypatch, kernels, d
 
 
 def test_a_step_reads_the_rows_of_its_tokens_and_no_others(folder, monkeypatch):
-    """With a cache of one row, each token costs a row unless it is the one read last."""
+    """With a cache of one row, each token reads a row unless it was the last one."""
     monkeypatch.setattr(table_reader.TableReader.__init__, "__defaults__", (ROW_BYTES,))
     (prompt,) = prompts(20)
     with start(folder) as llm:
@@ -178,7 +178,7 @@ def test_a_file_that_is_cut_off_fails_requests_with_its_name(tmp_path, folder):
 
 
 def test_rows_that_are_used_before_they_are_read_are_no_numbers(folder, monkeypatch):
-    """So no request gets tokens of other rows."""
+    """Rows that are not read yet are NaN, so no request gets other tokens' rows."""
     with start(folder, async_scheduling=True) as llm:
         monkeypatch.setattr(TableRows, "read", lambda self: None)
         (output,) = llm.generate(

@@ -88,7 +88,7 @@ def test_dimensions_and_normalization_are_a_request_s(llm, expected):
 
 @pytest.mark.more
 def test_every_token_of_a_text_in_chunks(embedder):
-    """Also where the text is in the prefix cache, and the pooler wants all rows."""
+    """Also after a prefix hit, where the pooler still needs all rows."""
     text = TEXTS[-1]
     with engine(embedder, pooler_config={"task": "token_embed"}, **SMALL) as llm:
         found, again = (
@@ -134,7 +134,7 @@ def test_a_pooler_that_fails_fails_its_step_alone(llm, expected, monkeypatch):
 
 @pytest.mark.more
 def test_preempted_requests(embedder, expected):
-    """Two texts grow side by side until the pool holds one of them."""
+    """Two texts grow side by side until the pool holds only one."""
     options = {"num_gpu_blocks_override": 17, "long_prefill_token_threshold": 16}
     with engine(embedder, max_model_len=256, max_num_batched_tokens=64, **options) as llm:
         found = embedded(llm, TEXTS[::-1])[::-1]
@@ -145,7 +145,7 @@ def test_preempted_requests(embedder, expected):
 @pytest.mark.more
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
 def test_poolings_that_read_a_whole_text(tmp_path, pooling):
-    """And a Dense layer behind them, without a norm."""
+    """Also with a Dense layer behind them, without a norm."""
     from sentence_transformers import SentenceTransformer
 
     folder = checkpoints.qwen3(tmp_path / "model")

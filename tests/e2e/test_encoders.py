@@ -156,7 +156,7 @@ def test_classes_are_those_of_transformers(architecture, tmp_path):
 
 
 def test_a_cross_encoder_scores_pairs(tmp_path):
-    """The tokens of the second text are of another type."""
+    """Tokens of the second text have another type."""
     tokenizer = AutoTokenizer.from_pretrained(MINILM)
     changes = {"num_labels": 1, "vocab_size": len(tokenizer)}
     reference = checkpoints.make("BertForSequenceClassification", tmp_path, **changes)

@@ -54,7 +54,7 @@ def test_an_engine_generates_what_transformers_does(
 
 
 def test_a_server_of_a_file(tmp_path: Path) -> None:
-    """Named from the folder that it lies in; the server goes by the name that was typed."""
+    """The path is relative, and the model's name is the path as typed."""
     file = Path(os.path.relpath(smollm2_gguf()))
     cache = {"VLLM_METAL_CACHE": str(tmp_path / "cache")}
     options = ["--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory-bytes", "32M"]

@@ -98,7 +98,7 @@ class Order:
 def test_no_fewer_checks_than_steps_that_are_told(
     tiny, monkeypatch, early, async_scheduling, evaluations
 ):
-    """The next hand-over is the check where the tokens were read before it."""
+    """Where tokens were read before the next hand-over, that hand-over is the check."""
     if not early:
         monkeypatch.setattr(EarlyReads, "before_submit", lambda *_, **__: None)
     settings = {"skip_tokenizer_init": True, "max_model_len": 256}

@@ -100,7 +100,7 @@ def check_passes(model, passes=2, count=16, judge=Dense, **options):
 
 @families(KINDS[:1], KINDS[1:])
 def test_hits_drafts_and_preemptions(folders, name):
-    """With blocks for few of the requests that run at once, and drafts of which few are right."""
+    """The pool has blocks for a few of the running requests, and few drafts are right."""
     first, second = check_passes(
         folders[name], num_gpu_blocks_override=BLOCKS.get(name, 60), speculative_config=NGRAM
     )
@@ -147,7 +147,7 @@ def test_a_draft_model_beside_states_or_latents(folders, name, tmp_path):
 @families()
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_chunks(folders, name, chunk):
-    """Steps overlap, as is the default; prompts come in chunks that end anywhere, or as one."""
+    """Steps overlap, as by default; prompts are computed whole or in chunks of any length."""
     (after,) = check_passes(
         folders[name], passes=1, max_num_batched_tokens=chunk, max_num_seqs=min(chunk, 32), count=12
     )
@@ -170,7 +170,7 @@ def test_without_prefix_caching(folders, name):
 @pytest.mark.more
 @pytest.mark.parametrize("elements", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_states_are_whole_in_a_pool_of_codes(folders, elements):
-    """Codes change K and V a little, and states not at all: chunks of any length say the same."""
+    """Codes change K and V slightly but no states, so any chunks give the same tokens."""
     prompts, texts = prompts_of(8), []
     for chunk in (16, 512):
         with hybrid_engine(
@@ -210,7 +210,7 @@ def test_sleep_gives_states_back(folders, name, block_size):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(21))
 def test_random_traffic(folders, seed):
-    """100 requests of a seed, in waves that go on from texts of the waves before."""
+    """Sends 100 seeded requests in waves that continue texts of earlier waves."""
     rng = np.random.default_rng(seed)
     name = list(FAMILIES)[seed % len(FAMILIES)]
     dense, texts = Dense(folders[name]), [rng.integers(3, VOCAB, 60).tolist()]
@@ -257,7 +257,7 @@ def disk_options(folder):
     ],
 )
 def test_index_keys_leave_the_pool_with_the_latents_or_kv(name, tmp_path):
-    """They come back from a disk, and reach an engine that decodes what another one computed."""
+    """They return from a disk and reach an engine that decodes for another."""
     drawn = further.FAMILIES | of_mlx_vlm.FAMILIES
     if name in drawn:
         model = write_model(drawn[name], tmp_path / "model", drawn=True)
@@ -332,7 +332,7 @@ def spawned(monkeypatch):
 @families()
 @pytest.mark.parametrize("block_size", [None, 32])
 def test_an_engine_in_its_own_process(folders, name, block_size, tmp_path):
-    """vLLM completes its configuration again, after the pool was allocated."""
+    """vLLM completes its configuration again after the pool is allocated."""
     dense, prompts = Dense(folders[name]), prompts_of(8)
     with hybrid_engine(
         folders[name],
@@ -384,7 +384,7 @@ BY_HEADS = {"qwen3_5_text": {"num_key_value_heads": 2}, "deepseek_v32": {}, "min
     ],
 )
 def test_ranks_of_an_engine_in_its_own_process(folders, name, block_size, tmp_path):
-    """Workers keep states at ends of blocks; the engine, elsewhere, must end chunks there."""
+    """Workers keep states at block ends, where the engine process must end chunks."""
     shape, model = {"pipeline_parallel_size": 2}, folders.get(name)
     if name in BY_HEADS:
         changes = BY_HEADS[name] | {"vocab_size": VOCAB}

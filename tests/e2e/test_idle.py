@@ -184,7 +184,7 @@ def test_what_the_user_puts_to_sleep_is_woken_by_the_user(server):
 
 
 def test_it_ends_while_it_sleeps(server):
-    """The last test of this server."""
+    """Runs last, because it ends the server."""
     complete(server, "Of ends")
     wait_for(2, server)
     before = len(server.log.read_text())

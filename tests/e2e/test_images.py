@@ -279,7 +279,7 @@ def test_a_tenant_finds_no_image_of_another(tenants):
 
 
 def test_a_request_takes_what_it_may_and_no_more(tenants):
-    """Some kilobytes of a body that would take gigabytes, or seconds in which nobody is served."""
+    """A body of a few kB would take gigabytes, or block the server for seconds."""
     server, send = tenants
     large = data_url(encoded(Image.new("P", (8192, 8192))))
     rules = "".join(f'r{n} ::= r{n + 1} "a" | "b"\n' for n in range(5000))

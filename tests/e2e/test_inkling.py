@@ -89,7 +89,7 @@ def test_log_probabilities_are_transformers(folders, kind):
 
 @pytest.mark.parametrize("kind", list(CLASSES))
 def test_hits_drafts_and_preemptions(folders, kind):
-    """In a pool for few of the requests, with drafts of which few are right."""
+    """The pool has blocks for a few of the requests, and few drafts are right."""
     first, second = check_passes(
         folders[kind],
         judge=Inkling,

@@ -100,7 +100,7 @@ def shared(monkeypatch):
 @pytest.mark.more
 @pytest.mark.parametrize("speculative", [pytest.param(None, marks=pytest.mark.slow), NGRAM])
 def test_shared_prefixes_under_load(short, interpreted, shared, speculative):
-    """Prefix hits, preemption and drafts to verify, over blocks that requests have in common."""
+    """Has prefix hits, preemption and drafts over blocks that requests share."""
     tokens = text_tokens(short)
     common, others = tokens[:50], make_prompts(tokens, 10, 40)
     cold, warm = serve_and_check(

@@ -98,7 +98,7 @@ def serve(model, cache, num_blocks):
     ],
 )
 def test_texts_and_accepted_drafts_are_the_same(folders, name, cache, monkeypatch):
-    """With prefix hits, preemption and drafts by n-grams, of which some are right."""
+    """Has prefix hits, preemption and n-gram drafts, some of them right."""
     served, num_blocks = {}, ENOUGH_BLOCKS if "windows" in name else FEW_BLOCKS
     for kernels in ("mlx", "interpret"):
         monkeypatch.setenv("VLLM_METAL_KERNELS", kernels)

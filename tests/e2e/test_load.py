@@ -248,7 +248,7 @@ def unread(served, tenant, path, fields):
 
 @pytest.mark.slow
 def test_a_client_that_does_not_read_holds_no_twin_up(long_texts, tmp_path):
-    """Its stream is longer than the buffers of two sockets, and short enough to be kept."""
+    """Its stream is longer than two sockets' buffers and short enough to be kept."""
     text = "=" * 60_000  # 64 of them are a token
     fields = {"prompt": text, "max_tokens": 1, "echo": True, "n": 100, "stream": True}
     fields |= {"model": "m", "seed": 5}

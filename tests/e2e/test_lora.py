@@ -132,7 +132,7 @@ def test_a_request_whose_adapter_cannot_be_read_fails_alone(llm, toy, adapters, 
 
 
 def test_an_adapter_of_another_models_shape_is_refused(llm, toy, tmp_path):
-    """With its name, the module, and both shapes."""
+    """The error names the adapter, the module and both shapes."""
     settings = {"target_modules": ["down_proj"], "layers_to_transform": [1]}
     toy.adapter(tmp_path / "wide", 1, **settings)
     file = tmp_path / "wide" / "adapter_model.safetensors"
@@ -173,7 +173,7 @@ def test_drafts_are_lossless_and_more_adapters_than_slots_take_turns(toy, adapte
 
 
 def test_the_configuration_of_an_adapter_counts(llm, toy, adapters, tmp_path):
-    """Twice the alpha is another adapter, although its arrays are the same."""
+    """Twice the alpha is another adapter, although its arrays are equal."""
     shutil.copytree(adapters[0][0], tmp_path / "louder")
     config = tmp_path / "louder" / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 64}))

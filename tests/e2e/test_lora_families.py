@@ -82,7 +82,7 @@ def by_expert(tensors, num_experts):
 
 
 def test_an_adapter_over_quantized_weights(tmp_path):
-    """Against the dequantized weights with the update in them, by mlx-lm alone."""
+    """Compares with mlx-lm alone over dequantized weights that include the update."""
     toy = Toy("llama", tmp_path / "base")
     toy.save()
     adapted = toy.adapter(tmp_path / "adapter", 1)
@@ -116,7 +116,7 @@ def test_an_adapter_over_quantized_weights(tmp_path):
     ],
 )
 def test_an_adapter_over_published_weights(tmp_path, form):
-    """Against the values that are stored with the update in them."""
+    """Compares with stored values that include the update."""
     toy = Toy("llama", tmp_path / "base")
     toy.save()
     adapted = toy.adapter(tmp_path / "adapter", 1)
@@ -139,7 +139,7 @@ def test_an_adapter_over_published_weights(tmp_path, form):
 
 
 def test_an_adapter_over_a_gguf_file(tmp_path):
-    """Llama's, which stores rows of queries and keys in another order than adapters have them."""
+    """Llama's file orders rows of queries and keys differently than adapters do."""
     file = smollm2_gguf()
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32

@@ -222,7 +222,7 @@ def test_verified_tokens_follow_the_targets_law(
 
 @pytest.mark.more
 def test_min_p_and_logit_bias_hold_where_drafts_are_verified(target, prompt, rows):
-    """Each, and both with penalties, in one engine; a forbidden token must not come."""
+    """Each alone, and both with penalties; a forbidden token must not appear."""
     params = [SamplingParams(n=AT_ONCE, **options, **EXACTLY) for options in UNUSUAL.values()]
     num_requests = 3_000 // AT_ONCE
     with engine(target, **settings(ngram(None))) as llm:

@@ -40,7 +40,7 @@ def peak_of_a_run(model, **options):
 
 
 def test_no_step_copies_the_pool(short):
-    """Nor a layer of it, which is half here."""
+    """Not even one layer of it, which is half of this pool."""
     assert peak_of_a_run(short) < POOL // 4
 
 
@@ -216,7 +216,7 @@ def test_a_full_load_of_a_real_model_takes_what_was_budgeted(smollm2):
 
 @pytest.mark.more
 def test_prompt_logprobs_take_no_more_than_sampling(tmp_path, monkeypatch):
-    """Of all 500 rows at once the logits alone would be 64 MiB, in float32."""
+    """Logits of all 500 rows at once would take 64 MiB in float32."""
     monkeypatch.setattr(logit_chunks, "LOGITS_AT_ONCE", 8 * 2**15)
     model = write_llama(tmp_path, 1, 1, 16, vocab_size=2**15)
     options = {"max_num_batched_tokens": 512, "max_model_len": 512}

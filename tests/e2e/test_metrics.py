@@ -81,7 +81,7 @@ def test_each_step_has_its_figures(tiny, tiny_text, async_scheduling):
     ],
 )
 def test_rows_of_prompts_are_their_tokens(tiny, tiny_text, monkeypatch, async_scheduling, drafts):
-    """In chunks, beside answers and behind a prefix that is cached; all else is answers'."""
+    """Has chunks, answers beside them, and a cached prefix; other rows belong to answers."""
     steps, of = [], StepRows.of
     monkeypatch.setattr(
         StepRows, "of", staticmethod(lambda step: steps.append(of(step)) or of(step))

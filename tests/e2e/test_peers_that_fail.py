@@ -188,7 +188,7 @@ def other_projection(weights):
 
 @MORE
 def test_a_peer_with_other_weights(tiny, prompts, alone, tmp_path, monkeypatch):
-    """Every byte of its pages is right, of another model: that of its fingerprint."""
+    """Every byte of its pages is right, but their fingerprint is another model's."""
     other, port, said = copied(tiny, tmp_path / "other", other_projection), free_port(), []
     monkeypatch.setattr(client.logger, "warning", lambda *words: said.append(words[0] % words[1:]))
     with role_engine(other, None) as one:
@@ -234,7 +234,7 @@ def test_other_blocks_and_other_secrets(tiny, prompts, alone, tmp_path):
 def test_tenants_find_their_pages_where_the_tenants_secret_is_the_same(
     tiny, prompts, alone, monkeypatch
 ):
-    """Salts are in the hashes of blocks, as the server's middleware derives them."""
+    """Block hashes contain the salts that the server's middleware derives."""
     monkeypatch.setattr(view, "SHORT_LOOKUP_SECONDS", 60.0)  # however slow the machine
     port, expected = free_port(), alone[0]
 

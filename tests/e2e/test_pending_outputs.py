@@ -115,7 +115,7 @@ NUM_BLOCKS = {"windowed": 30, "several": 90}
     [pytest.param(name, marks=() if name == "hybrid" else pytest.mark.slow) for name in TOYS],
 )
 def test_requests_that_come_and_go_under_load(toys, serve, name):
-    """Chunks of prompts, preemption, prefix hits, stops amid drafts, the model's longest text."""
+    """Has chunks, preemption, prefix hits, stops within drafts and the longest text."""
     asked, found = prompts(*(length for length, _ in LOAD)), {}
     for waits, lookup in ((True, False), (False, False), (False, True)):
         with serve(
@@ -174,7 +174,7 @@ def test_only_steps_in_which_a_request_copies_wait(tmp_path, serve):
 
 @pytest.mark.more
 def test_a_grammar_that_joins_and_leaves(short, serve):
-    """Only the steps with its request wait."""
+    """Only steps that contain its request wait."""
     text = text_tokens(short)
     speculation = {"method": "draft_model", "model": short, "num_speculative_tokens": 2}
     grammar = StructuredOutputsParams(regex="[a-f ]+")

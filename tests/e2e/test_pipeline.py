@@ -57,7 +57,7 @@ def check_drafts(seen):
 
 
 def test_two_ranks(tiny, tiny_text):
-    """Cold and warm, in a pool in which not all requests that run have room."""
+    """Runs cold and warm, in a pool that lacks room for all running requests."""
     prompts = make_prompts(tiny_text, 16, 200)
     options = {"max_model_len": 256, "num_gpu_blocks_override": 24}
     check_hits_and_preemptions(serve_and_check(tiny, 2, prompts, **options))
@@ -73,7 +73,7 @@ def test_64_prompts(smollm2, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", LOOKED_UP)
 def test_drafts_that_are_looked_up(short, method):
-    """All ranks verify them; the last one makes them, and others hear of what was kept."""
+    """All ranks verify drafts; the last one makes them and tells the others what was kept."""
     prompts = make_prompts(text_tokens(short), 24, 700)
     drafting = drafts_of(method)
     seen = serve_and_check(short, 2, prompts, num_gpu_blocks_override=70, **drafting)
@@ -83,7 +83,7 @@ def test_drafts_that_are_looked_up(short, method):
 
 @pytest.mark.slow
 def test_drafts_where_ranks_share_heads_too(tiny, tiny_text):
-    """On four ranks, two of which sample."""
+    """Uses four ranks, two of which sample."""
     prompts = [prompt + prompt[-30:] for prompt in make_prompts(tiny_text, 16, 120)]
     options = {"tensor_parallel_size": 2, "max_model_len": 256, "num_gpu_blocks_override": 40}
     seen = serve_and_check(tiny, 2, prompts, **options, **drafts_of("ngram"))
@@ -93,7 +93,7 @@ def test_drafts_where_ranks_share_heads_too(tiny, tiny_text):
 
 @pytest.mark.slow
 def test_drafts_beside_grammars(short):
-    """What a grammar forbids is not kept; what it wants is looked up in its own text."""
+    """No forbidden draft is kept; wanted tokens are looked up in the request's own text."""
     words = StructuredOutputsParams(regex="((one|two) (three|four) ){6}")
     params = SamplingParams(temperature=0, max_tokens=80, structured_outputs=words)
     texts = ["one three one three ", "two four two four two ", "Count on: "] * 3

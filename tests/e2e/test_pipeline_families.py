@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
     [*((name, True) for name in STATES), ("qwen3_next", False)],
 )
 def test_states(name, prefixes, tmp_path):
-    """With blocks for few of the requests that run at once."""
+    """The pool has blocks for a few of the running requests."""
     first, second = check_passes(
         recurrent.write_model(recurrent.FAMILIES[name], tmp_path / name),
         pipeline_parallel_size=2,
@@ -33,7 +33,7 @@ def test_states(name, prefixes, tmp_path):
 
 @pytest.mark.parametrize("prefixes", [True, False], ids=["cached", "not_cached"])
 def test_states_whose_heads_are_shared(prefixes, tmp_path):
-    """Qwen3.5, whose states mlx-lm divides by heads."""
+    """Uses Qwen3.5, whose states mlx-lm divides by heads."""
     made = published.make(published.FAMILIES["qwen3_5_text"], num_key_value_heads=2, vocab_size=96)
     _, second = check_passes(
         published.write(made, tmp_path / "model"),

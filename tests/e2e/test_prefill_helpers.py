@@ -153,7 +153,7 @@ def test_short_prompts_are_no_helpers(proxied, dense):
 
 
 def test_one_helper_is_killed_and_then_the_other(proxied, dense):
-    """Last of this file. Requests go on: by the other helper, then by the server that answers."""
+    """Runs last. Requests continue on the other helper, then on the server itself."""
     for place, helper in enumerate(proxied.helpers):
         os.killpg(helper.process.pid, signal.SIGKILL)
         helper.process.wait()

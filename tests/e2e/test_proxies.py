@@ -192,7 +192,7 @@ def test_answers_are_one_servers_and_prompts_are_pulled(request, pair, name, kin
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_the_second_turn_has_prefill_pull_what_decode_wrote(pair, multiturn, stream):
-    """D computed the K/V of its answer: P finds them there, whether or not it is told where."""
+    """P finds K/V of D's answer at D, whether or not it is told where."""
     messages = [said("user", f"Write a long story about {('a harbour', 'a forest')[stream]}.")]
     conversation = {"conversation_id": f"story-{stream}"}
     with pair.alone.client() as alone:
@@ -208,7 +208,7 @@ def test_the_second_turn_has_prefill_pull_what_decode_wrote(pair, multiturn, str
 
 
 def test_the_examples_proxy_goes_on_without_its_prefill_server(pair, tmp_path):
-    """Last of this file: it kills the server."""
+    """Runs last, because it kills the server."""
     arguments = ["--prefill", pair.prefill.url, "--decode", pair.decode.url, "--shortest", "64"]
     prompts = [TEXT[-PROMPT_CHARS:], TEXT[-2 * PROMPT_CHARS : -PROMPT_CHARS]]
     with pair.alone.client() as alone, proxy(OWN, arguments, "/health", tmp_path / "log") as client:

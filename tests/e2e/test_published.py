@@ -143,7 +143,7 @@ def test_log_probabilities_equal_transformers(name, place, tmp_path):
 
 
 def test_the_text_of_gemma_4_unified(tmp_path):
-    """Its class takes images and sound; vLLM is asked for its text alone."""
+    """Its class takes images and sound; vLLM is told to load its text model alone."""
     text = transformers.Gemma4UnifiedTextConfig(
         **{"vocab_size": VOCAB, "hidden_size": 72, "intermediate_size": 88, "head_dim": 16},
         **{"num_attention_heads": 6, "num_key_value_heads": 2, "global_head_dim": 16},

@@ -161,7 +161,7 @@ def test_an_fp8_cache(form: str, tmp_path: Path) -> None:
 
 
 def test_a_disk_cache_is_of_one_conversion(tmp_path: Path, monkeypatch: Any) -> None:
-    """Of one file and, under one path, of one format."""
+    """Another file, or another format under the same path, finds nothing."""
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "model.gguf"
     shutil.copy(_GGUF, file)

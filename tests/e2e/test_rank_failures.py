@@ -19,7 +19,7 @@ PROMPT = [3, 5, 7]
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hang"])
 @ranks.by_layers_and_by_heads
 def test_ranks_that_are_killed_or_hang(tiny, tmp_path, shape, number):
-    """Each start after an end is clean: it answers with the right tokens."""
+    """Each later start is clean: it answers with the right tokens."""
     model, options = ranks.endless(tiny, tmp_path / "model"), (*ranks.OPTIONS, *shape)
     dense = Dense(tiny)
     for rank in (1, 0, None):

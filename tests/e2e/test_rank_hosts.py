@@ -104,7 +104,7 @@ def test_other_weights_are_refused_on_both(model, tmp_path, shape):
 
 
 def test_another_release_is_refused_on_both(model, tmp_path, shape):
-    """The second host has another mlx-lm, by what its package says of itself."""
+    """The second host's package metadata states another mlx-lm."""
     network.need_hosts()
     installed = version("mlx-lm")
     package = tmp_path / "packages" / f"mlx_lm-{installed}.post9.dist-info"
@@ -117,7 +117,7 @@ def test_another_release_is_refused_on_both(model, tmp_path, shape):
 
 
 def test_another_plugin_is_refused_on_both(model, tmp_path, shape):
-    """The second host has a plugin of the same version, with a line more in one module."""
+    """The second host's plugin has the same version and one more line in a module."""
     network.need_hosts()
     copy = tmp_path / "packages" / "vllm_metal"
     shutil.copytree(vllm_metal.__path__[0], copy, ignore=shutil.ignore_patterns("__pycache__"))

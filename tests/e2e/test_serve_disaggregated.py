@@ -87,7 +87,7 @@ def test_text_and_drafts_are_those_of_one_server(smollm2, short, fitted, tmp_pat
 
 
 def test_states_travel_between_servers(tmp_path):
-    """A hybrid's: D pulls the state of the last full block that P computed, and K/V up to there."""
+    """D pulls K/V up to P's last full block, and the hybrid's state there."""
     write_models(tmp_path)
     hybrid, address = str(tmp_path / "hybrid"), f"127.0.0.1:{free_port()}"
     spec = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}

@@ -89,7 +89,7 @@ def test_a_busy_engine_answers_beside_its_own_requests(pair, dense):
 
 
 def test_a_prompt_that_is_being_computed_is_had_as_far_as_it_is(pair, dense):
-    """Of a request that runs, and one that is aborted."""
+    """Asks while the request runs, and after it is aborted."""
     prompt = prompt_of(200, 7)
     running = pair.begin(0, prompt, 50)
     scheduler = core_of(pair[0]).scheduler
@@ -122,7 +122,7 @@ def test_an_engine_that_sleeps_offers_nothing_of_its_pool(pair):
 
 @pytest.mark.more
 def test_pins_hold_what_was_found_and_give_way_to_requests(tiny):
-    """Of a pool of 40 blocks: one that asks and does not fetch, beside requests that need them."""
+    """An engine asks without fetching while requests need all 40 blocks."""
     options = {"num_gpu_blocks_override": 41, "max_num_seqs": 4}
     prompt, others = prompt_of(100), [prompt_of(120, seed) for seed in range(30, 36)]
     expected = alone(tiny, others, 20)
@@ -145,7 +145,7 @@ def test_pins_hold_what_was_found_and_give_way_to_requests(tiny):
 
 @pytest.mark.more
 def test_a_page_that_goes_between_the_answer_and_the_fetch_is_computed(tiny, monkeypatch):
-    """As if no block were pinned: the load fails, and its request computes."""
+    """Without pins, the load fails and its request computes the page."""
     monkeypatch.setattr(Pins, "change", lambda pins, changes: None)
     prompt = prompt_of(100)
     (expected,) = alone(tiny, [prompt])
@@ -201,7 +201,7 @@ NGRAM = {
     ],
 )
 def test_groups_states_and_drafts(tiny_models, model, spec):
-    """Each in blocks of its own, which must be had together."""
+    """Each has its own blocks, which are useful only together."""
     options = {}
     if isinstance(spec, dict):
         options["speculative_config"] = spec
@@ -231,7 +231,7 @@ def test_networks_that_draft(toys, method):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", ["full", "windowed", "hybrid"])
 def test_random_requests_over_two_small_pools(tiny_models, model, seed):
-    """Prompts that share prefixes, several at a time, at random engines; some are aborted."""
+    """Prompts share prefixes and run several at a time on random engines; some are aborted."""
     rng, path = np.random.default_rng(seed), str(tiny_models / model)
     roots = [prompt_of(int(n), 50 + i) for i, n in enumerate(rng.integers(20, 160, 5))]
     prompts = []

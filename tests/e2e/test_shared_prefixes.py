@@ -47,7 +47,7 @@ def test_round_robin_with_sharing_is_as_good_as_one_engine(tiny, number):
 
 @pytest.mark.parametrize("number", [2, 4])
 def test_pools_of_half(tiny, number):
-    """Each replica's pool holds half of the prefixes, which come in turns. Reported, not judged."""
+    """Each replica's pool holds half of the rotating prefixes. Prints figures and asserts none."""
     in_a_row, times = trace(number), 3 * number // 2
     prompts = [prompt for turn in range(times) for prompt in in_a_row[turn::times]]
     options = {"num_gpu_blocks_override": PREFIXES // 2 * (PREFIX // BLOCK) + 8}

@@ -185,7 +185,7 @@ def scripted_engine(model):
     "num_drafts", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 7))]
 )
 def test_every_way_to_cross_a_block(tiny, script, num_drafts):
-    """Lengths around a block's end, drafts of which 0 to all are right; then replayed."""
+    """Tries lengths around a block's end with 0 to all drafts right, then replays them."""
     script, text = script
     lengths = (15, 16, 17, 32)
     prompts, block = [text[:length] for length in lengths], 16
@@ -239,7 +239,7 @@ def sampled(seed, **options):
 
 @pytest.mark.more
 def test_seeded_requests_draw_the_same_tokens(short):
-    """Penalties, bad words, logprobs and a grammar, drafted and undrafted in one batch."""
+    """Mixes penalties, bad words, logprobs and a grammar, drafted and undrafted."""
     text = text_tokens(short)
     prompts = [text[30 * n : 30 * n + 40] * 2 for n in range(6)]
     params = [

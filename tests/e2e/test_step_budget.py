@@ -117,7 +117,7 @@ def test_a_bound_of_its_users(tiny, monkeypatch):
 
 
 def test_nobody_waits_for_tokens(tiny, monkeypatch):
-    """Alone, and beside texts that are wanted at their end only, chunks are as vLLM cuts them."""
+    """Alone, or beside texts that are not streamed, chunks have vLLM's lengths."""
     with played(tiny, monkeypatch) as play:
         play.add("alone", prompts(1)[0], 2)
         steps = play.until("alone")

@@ -88,7 +88,7 @@ def ratios():
 
 
 def test_32_requests_that_verify_drafts_each(written):
-    """All 6 of each, in one step."""
+    """All requests verify 6 drafts in one step."""
     share = 1446 * MIB
     prompts = prompts_of(np.random.default_rng(0), 32, 8)
     settings = {"max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 32}

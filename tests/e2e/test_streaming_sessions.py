@@ -167,7 +167,7 @@ SAMPLING = {
 
 
 def test_each_turn_samples_as_a_request_of_its_own(tiny):
-    """Sampling state begins with the turn: the text before is prompt. Turns set what they like."""
+    """The text before a turn is its prompt; each turn has its own parameters."""
     dense = Dense(tiny)
     turns, settings = (
         scripts_of(2)[1],
@@ -239,7 +239,7 @@ def _raise(*arguments):
 
 
 def test_a_session_whose_step_fails_has_ended(tiny, monkeypatch):
-    """It does not begin anew with what is sent to it next."""
+    """Later input does not start it again."""
     turns, dense = scripts_of(1)[0], Dense(tiny)
     with small_engine(tiny) as llm:
         free = free_blocks(llm)
@@ -319,7 +319,7 @@ def test_what_a_session_cannot_have_is_refused_by_name(tiny):
     "name", ["windowed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("full", "hybrid"))]
 )
 def test_turns_leave_sound_blocks_on_disk(tiny_models, tmp_path, name):
-    """What turns have stored is loaded by another engine, which goes on from it."""
+    """Another engine loads the turns' blocks and continues."""
     model, dense = str(tiny_models / name), Dense(str(tiny_models / name))
     scripts = scripts_of(2, seed=3)
     options = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_model_len": 256}
@@ -348,7 +348,7 @@ def test_turns_leave_sound_blocks_on_disk(tiny_models, tmp_path, name):
 
 @pytest.mark.more
 def test_vllms_own_front_end(tiny, monkeypatch):
-    """Five turns of three sessions over two rows, by `AsyncLLM.generate`."""
+    """Sends five turns of three sessions over two rows through `AsyncLLM.generate`."""
     # A forked child has none of the threads that MLX has in this process.
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     dense, scripts = Dense(tiny), scripts_of(3)

@@ -64,7 +64,7 @@ def messages(text):
 
 
 def test_tenants_with_equal_prompts_share_nothing(tenants, folder):
-    """Neither K/V, in memory and on disk, nor drafts, nor answers; by counters."""
+    """Counters show no shared K/V, in memory or on disk, nor drafts, nor answers."""
     prompt, seen = TEXT * 8, {}
     tokens = {"max_tokens": 64, "ignore_eos": True}
     for name in STRANGERS:
@@ -221,7 +221,7 @@ def test_a_stored_response_belongs_to_its_tenant(tenants):
 
 
 def test_other_apis_and_routes_answer(tenants):
-    """Those that take a key and no answer of the cache's."""
+    """These take a key and use no kept answers."""
     key = tenants.keys["acme"]
     fields = {"messages": messages("Hello"), "max_tokens": 4}
     for mark in ("MISS", "HIT"):
@@ -254,7 +254,7 @@ SECRET_PROMPT = "Nobody may read of the purple elephant"
 
 
 def test_attacks_on_a_real_server(tenants, keys, folder):
-    """A forged salt, duplicate keys, keys that are none, header injection, unlisted routes."""
+    """Tries forged salts, duplicate or invalid keys, header injection and unlisted routes."""
     key, path = keys["acme"], "/v1/chat/completions"
     secret = secret_file.read(folder / "secret", "secret")
     salt = salts.derive(secret, identities(folder)["other"])
@@ -366,7 +366,7 @@ def test_what_is_purged_or_removed_is_not_answered_from(tenants, folder, command
 
 
 def test_a_tenant_that_is_added_again_gets_nothing_of_the_old_one(tenants, folder, command):
-    """Neither answers, nor K/V in memory or on disk, nor stored responses."""
+    """It finds no answers, K/V in memory or on disk, or stored responses."""
     fields = {"prompt": "A guest. " + TEXT * 8, "max_tokens": 4}
     stored = {"input": "Hello", "max_output_tokens": 4}
     secret, disk = secret_file.read(folder / "secret", "secret"), folder / "disk"
@@ -405,7 +405,7 @@ def test_a_tenant_that_is_added_again_gets_nothing_of_the_old_one(tenants, folde
 
 @pytest.mark.slow
 def test_1000_mixed_requests_get_no_wrong_answer(tenants):
-    """Against the engine, which is asked for each kind of request with its cache left out."""
+    """Compares with the engine's own answer to each kind of request, without the cache."""
     rng, truth = random.Random(14), {}
 
     def request():
@@ -449,7 +449,7 @@ def text(reply):
 
 @pytest.mark.slow
 def test_after_kill_9_answers_and_blocks_are_there_for_their_tenant(long_texts, tmp_path):
-    """The server dies while it writes; the next one has what was kept, each for its own tenant."""
+    """The server dies during writes; the next one has each tenant's data."""
     keys, prompt = write_settings(tmp_path), "After a kill. " + TEXT * 8
     with serve_tenants(long_texts, tmp_path, keys, "first") as first:
         wait_until_answers_are_kept(first)

@@ -120,7 +120,7 @@ def test_without_room_for_decoding_there_is_less(tiny, steps):
     ],
 )
 def test_a_model_that_computes_something_else_is_refused(name, factor, tiny_models, monkeypatch):
-    """Here: whose hidden states are a hundredth larger on the paged path."""
+    """Its hidden states are 1 % larger on the paged path."""
     forward = ModelExecutor.forward_hidden
     monkeypatch.setattr(
         ModelExecutor, "forward_hidden", lambda *arguments: forward(*arguments) * factor

@@ -20,7 +20,7 @@ def spawned(monkeypatch):
 
 
 def test_what_the_pool_has_lost_is_found_on_disk(tiny, tmp_path):
-    """In files of the names that an engine in one process gives them."""
+    """Files have the names that an engine in one process gives them."""
     prompts = random_prompts([100, 60], VOCAB)
     with disk_engine(tiny, tmp_path / "other") as llm:
         expected = ask(llm, prompts)
@@ -37,7 +37,7 @@ def test_what_the_pool_has_lost_is_found_on_disk(tiny, tmp_path):
 
 @pytest.mark.slow
 def test_disaggregated_prefill(tiny):
-    """Of many prompts: a step that is laid out while the last one's tokens are read is rare."""
+    """Many prompts, because a step is rarely laid out while the last one's tokens are read."""
     prompts = random_prompts([100] * 24, VOCAB)
     port = free_port()
     with producer(tiny, port) as p, consumer(tiny, port) as d:

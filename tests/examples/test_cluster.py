@@ -78,7 +78,7 @@ def test_an_answer_is_passed_on_as_it_is() -> None:
 
 
 def test_a_stream_is_passed_on_as_it_comes() -> None:
-    """Its first event is there before the second one is made."""
+    """The first event arrives before the second is made."""
     made = []
 
     async def send(asked: Asked) -> AsyncIterator[Head | bytes]:

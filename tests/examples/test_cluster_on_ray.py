@@ -361,7 +361,7 @@ def long_streams(
 
 
 def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster, texts: list[str]) -> None:
-    """It computes what it has, and answers 503; Ray hears nothing of that until it has ended."""
+    """It finishes its requests and answers 503; Ray hears of it only at the end."""
     with long_streams(cluster, texts, TARGET + 2, 20) as (told, _):  # two replicas' worth
         told.send_signal(signal.SIGTERM)
         wait_for(lambda: httpx.get(f"{_own_url(told)}/health").status_code == 503, 60)
@@ -372,7 +372,7 @@ def test_one_that_is_told_to_end_sends_nobody_away(cluster: Cluster, texts: list
 
 
 def test_a_server_that_leaves_answers_what_it_has(cluster: Cluster, texts: list[str]) -> None:
-    """One is too many for the streams that are open, and both compute some of them."""
+    """The open streams need one server less, and both compute some of them."""
     before = cluster.log.read_text().count(LEAVES)
     with long_streams(cluster, texts, 2, 4 * DOWNSCALE_S) as servers:
         wait_for(lambda: cluster.log.read_text().count(LEAVES) > before, 120)

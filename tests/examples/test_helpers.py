@@ -83,7 +83,7 @@ def test_short_prompts_are_no_helpers() -> None:
 
 
 def test_what_is_computed_as_soon_by_itself_is_no_helpers() -> None:
-    """As far as the server that answers was seen to, and not much farther."""
+    """The server keeps prompts up to the length it computed in time, and little longer."""
     choice = Choice([helper(Clock(), 0.001)], shortest=256)
     choice.alone.note(400, 0.3)
     assert choice.order(700, 700) == []
@@ -102,7 +102,7 @@ def test_a_helper_that_failed_is_left_alone_for_a_while() -> None:
 
 
 def test_a_prompt_at_a_helper_that_hangs_is_given_up() -> None:
-    """Two looks without an answer end the wait; a third that gets one has it asked again."""
+    """Two looks without an answer end the wait; one with an answer restores the helper."""
     answers = [False, False, True]
 
     async def serve(request: httpx.Request) -> httpx.Response:

@@ -127,7 +127,7 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_which_module_counts_for_what(tmp_path, monkeypatch, module, engine, answers):
-    """A statement more, or a comment."""
+    """Adds a statement or a comment."""
     for package in facts.PACKAGES:
         shutil.copytree(ROOT / package, tmp_path / package, ignore=only_code(module))
     monkeypatch.setattr(facts, "roots", lambda: [tmp_path / name for name in facts.PACKAGES])

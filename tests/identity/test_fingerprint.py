@@ -153,7 +153,7 @@ def test_a_rope_override_is_another_fingerprint(here, overrides):
 
 
 def test_rope_of_a_part_of_the_configuration_counts(config):
-    """As vision-language checkpoints have it, whose text model is a part."""
+    """In vision-language checkpoints, the text model is a part."""
     hf_config = SimpleNamespace(to_dict=lambda: {"text_config": {"rope_theta": theta, "n": 1}})
     part = changed(config, model_config__hf_config=hf_config)
     theta = 1.0
@@ -290,7 +290,7 @@ def test_a_model_s_name_has_no_path_of_this_machine(config, given, name):
 
 @pytest.mark.more
 def test_another_process_finds_the_same(here):
-    """Its sets have another order, and its objects other addresses."""
+    """Sets have another order there, and objects other addresses."""
     program = "import json; from test_fingerprint import *; print('FOUND', of(configure()).digest)"
     tests = str(Path(__file__).parent)
     environment = os.environ | {

@@ -124,7 +124,7 @@ def test_a_file_of_the_same_size_inode_and_mtime_is_read_again(files, contents, 
 
 
 def test_a_file_that_changed_just_now_is_read_each_time(files, contents, tmp_path, read):
-    """A second change could leave size and time as they are, where clocks are coarse."""
+    """A second change could keep size and time where clocks are coarse."""
     memo = tmp_path / "memo.json"
     now = time.time_ns()
     write(files[1], bytes(70_000), now)

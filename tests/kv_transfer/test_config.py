@@ -256,7 +256,7 @@ def test_a_folder_that_cannot_be_is_named(config, tmp_path):
 
 
 def test_a_folder_of_another_user_is_refused(config, tmp_path, monkeypatch):
-    """Whatever its mode, and through a link: its blocks could be anything."""
+    """In any mode, and through a link: its blocks could be anything."""
     (planted := tmp_path / "planted").mkdir(mode=0o755)
     (tmp_path / "link").symlink_to(planted)
     give_away(planted, monkeypatch)

@@ -204,7 +204,7 @@ def test_discarded_pages_are_missed_until_they_are_gone(manager, store):
 
 
 def test_blocks_that_the_worker_loses_are_missed_once_it_has_told(manager, store, tmp_path):
-    """It finds out as it reads one, or removes it to make room."""
+    """It notices when it reads one, or removes it to make room."""
     keys = keys_of("abc").keys
     write(store, keys)
     context = request(manager)

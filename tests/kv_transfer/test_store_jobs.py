@@ -315,7 +315,7 @@ def test_closing_does_not_wait_for_what_is_queued(tmp_path, pool, blocked):
 
 
 def test_what_others_wait_for_goes_first_and_with_the_step_at_hand(tmp_path, pool):
-    """It goes to them alone; and a page that the step does not take along is never copied."""
+    """It goes to peers alone; a page left out of its step is never copied."""
     disk = DiskStore(tmp_path / "cache", Limits(10**8, None))
     peers = PeerStore("one", None, b"", 10**6, shares_pool=True)
     store = PageStore({"disk": disk, "peer": peers})

@@ -69,7 +69,7 @@ def test_a_second_engine_finds_what_the_first_one_left(make, num_groups, ahead):
 def test_loads_that_hold_all_blocks_do_not_wait_for_each_other_for_ever(
     make, tmp_path, monkeypatch, ahead
 ):
-    """vLLM keeps blocks for the rest of a load, and counts too few where there are windows."""
+    """vLLM reserves blocks for the rest of a load, and too few with windows."""
     texts = [list(range(start, start + 50)) * 2 for start in (0, 40)]
     texts[1] += texts[1][:16]
     first = make()

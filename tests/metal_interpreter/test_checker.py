@@ -145,7 +145,7 @@ def test_many_threads_may_read_what_nobody_writes():
     [((1, 1), 128), ((1, -1), -1), ((1, 70), 128), ((1000000000, 0), 1000000000)],
 )
 def test_outside_of_a_buffer(index, element):
-    """Also by far, and never mistaken for another buffer."""
+    """Also far outside, and never mistaken for another buffer."""
     factor = mx.array([*index, *[0] * 6], mx.int64)
     source = "out[i] = in1[long(i) * in3[0] + in3[1]] + in0[i];"
     found = violation(source, numbers(), numbers(), numbers(), factor)

@@ -206,7 +206,7 @@ def test_the_lines_of_different_barriers():
 
 
 def test_where_lines_are_unknown_a_message_has_none(monkeypatch):
-    """As on a Mac, whose files are no ELF."""
+    """A Mac's files are no ELF, so lines are unknown there."""
     monkeypatch.setattr("metal_interpreter.lines.rows", lambda library: 1 / 0)
     places = "3 at threadgroup_barrier; 61 at threadgroup_barrier$"
     with pytest.raises(KernelViolation, match=places):

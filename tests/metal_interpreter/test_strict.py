@@ -65,7 +65,7 @@ def test_latent_attention_keeps_to_its_address_spaces(step, dtype):
     ],
 )
 def test_kernels_of_the_cache_keep_to_their_address_spaces(pools):
-    """Of rows and of pools."""
+    """Runs writes and gathers, of rows and of pools."""
     strict = Strict()
     with kernel.using(strict.metal_kernel):
         for dtype, cache in pools:

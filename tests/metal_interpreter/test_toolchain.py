@@ -95,7 +95,7 @@ CALLS = [
     "calls", [CALLS[2:3], pytest.param(CALLS, marks=pytest.mark.more)], ids=len
 )
 def test_kernels_and_runtime_compile_for_a_mac(tmp_path, monkeypatch, mode, calls):
-    """As on a Mac, up to loading, which another system refuses."""
+    """Stops before loading, which only a Mac can do."""
     monkeypatch.setenv("VLLM_METAL_CACHE", str(tmp_path))
     monkeypatch.delenv("VLLM_METAL_CLANG", raising=False)
     monkeypatch.setattr("metal_interpreter.toolchain.sys.platform", "darwin")

@@ -34,7 +34,7 @@ def test_sizes_and_alignments():
 
 
 def test_every_bfloat_from_float_and_back():
-    """All upper halves, with lower halves around the tie that rounds to even."""
+    """Tries all upper halves, with lower halves around the tie that rounds to even."""
     upper = np.arange(2**16, dtype=np.uint32) << 16
     for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         bits = upper | low
@@ -119,7 +119,7 @@ def test_same_bits_as_another_type():
 
 
 def test_loads_need_only_an_element_s_alignment():
-    """MLX's CPU memory is not aligned as a GPU's."""
+    """MLX's CPU memory is aligned less than a GPU's."""
     for offset in range(4):
         x = mx.arange(64).astype(mx.float32)[offset:]
         mx.eval(x)
@@ -168,7 +168,7 @@ REFUSED = [
 
 
 def test_what_metal_refuses():
-    """Each by an error of its own, in its line or in what that instantiates."""
+    """Each has its own error, in its line or in what that instantiates."""
     declare = "".join(
         f'#line {number} "refused"\n{{ {text} }}\n' for number, text in enumerate(REFUSED, 100)
     )

@@ -78,7 +78,7 @@ def test_distclean_removes_our_parts_and_the_environment_and_says_so(clone, tmp_
 
 
 def test_distclean_leaves_a_folder_of_the_user_s_choice_alone(clone, tmp_path):
-    """Where `models` may be theirs."""
+    """Its `models` may be the user's."""
     chosen = tmp_path / "a disk"
     (chosen / "models" / "theirs").mkdir(parents=True)
     said = distclean(clone, VLLM_METAL_CACHE=str(chosen))

@@ -100,7 +100,7 @@ print(
 
 @pytest.mark.parametrize("dispatches", [None, pytest.param(84, marks=pytest.mark.more), 1000])
 def test_what_shares_a_command_buffer_stays_below_what_one_may_hold(dispatches):
-    """By the number of dispatches alone; the bounds of steps that are paced."""
+    """Bounds the work by dispatches, and the rows of paced steps."""
     variables = {} if dispatches is None else {"MLX_MAX_OPS_PER_BUFFER": str(dispatches)}
     layers, work, rows = map(float, alone(BOUNDS, **variables).split())
     assert layers == (dispatches or 50) / DISPATCHES_OF_A_LAYER

@@ -122,7 +122,7 @@ def test_comments_of_our_kernels_end_with_their_line(path):
 
 
 def test_every_shared_function_is_used():
-    """Else no check of any kernel compiles it."""
+    """No kernel's check would compile an unused one."""
     headers = "\n".join(each.header for each in all_kernels())
     for path in METAL:
         if path.parent.name == "shared":
@@ -140,6 +140,6 @@ def all_kernels():
 
 
 def test_the_text_of_a_layer_s_kernels_is_short():
-    """MLX hashes it at each dispatch; with comments and all shared functions it was 44,900."""
+    """MLX hashes it per dispatch; with comments and all shared functions, it was 44,900."""
     sizes = {each.name: len(each.header) + len(each.body) for each in all_kernels()}
     assert sum(sizes[name] for name in ("kv_write", "decode", "reduce")) < 26_000

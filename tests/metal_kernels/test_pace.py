@@ -135,7 +135,7 @@ def test_the_bound_of_work_that_is_left_to_mlx():
 
 
 def test_layers_of_all_kinds_keep_one_pace():
-    """Or each kind would have its own command buffers in flight."""
+    """Otherwise each kind would have its own command buffers in flight."""
     rows = np.arange(2048, dtype=np.int32)
     starts, seq_lens = np.array([0, 2048], np.int32), np.array([2048], np.int32)
     layout = StepLayout(starts, seq_lens, rows[None, :128], rows, 16, pace=Pace())
@@ -145,7 +145,7 @@ def test_layers_of_all_kinds_keep_one_pace():
 
 
 def test_pace_needs_no_more_memory():
-    """Of layers whose arrays are large beside what they keep: fewer are held, if anything."""
+    """Layers with large temporary arrays hold fewer of them, if anything."""
 
     def peak(pace):
         mx.synchronize()

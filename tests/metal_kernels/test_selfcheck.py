@@ -170,7 +170,7 @@ def test_a_case_names_what_sets_it_apart(part, named):
     ],
 )
 def test_what_splits_contexts_is_checked_in_parts(heads, kv_heads, size):
-    """Or the first long context would launch what nobody has looked at."""
+    """Otherwise the first long context would launch unchecked kernels."""
     case, recorder = replace(PLAIN, shape=AttentionShape(heads, kv_heads, size, size)), Recorder()
     tiles = Tiles.for_layer(case.shape)
     with kernel.using(recorder.metal_kernel):
@@ -236,7 +236,7 @@ def test_a_kernel_that_is_wrong_is_named(wrong):
 
 
 def test_a_beginning_that_is_shared_wrongly_is_found():
-    """By the check of what joins it; then contexts are not split, and prefixes not shared."""
+    """The join's check finds it, and turns off splits and shared prefixes."""
 
     def exchanged(requests):  # the queries of the listed rows
         return mx.concatenate([requests[::-1, :1], requests[:, 1:]], axis=1)
@@ -368,7 +368,7 @@ def test_attention_of_mlx_that_is_wrong_costs_itself(wrong, monkeypatch):
 
 
 def test_more_threads_than_a_pipeline_takes_cost_themselves():
-    """Where Apple's compiler needs more registers than the proxy: MLX raises."""
+    """MLX raises where Apple's compiler needs more registers than the proxy."""
     case = replace(
         PLAIN, shape=AttentionShape(4, 1, 128, 128), kernels=("kv_write", "decode", "reduce")
     )
@@ -517,7 +517,7 @@ def test_the_process_says_what_it_runs_and_how_it_went():
 
 
 def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
-    """Also where there is a GPU, which MLX takes otherwise."""
+    """MLX would otherwise take a GPU."""
     chosen = []
     monkeypatch.setattr(mx, "set_default_device", chosen.append)
     monkeypatch.setattr(kernel, "use", lambda compiler: None)
@@ -532,7 +532,7 @@ def test_interpreted_checks_compute_on_the_cpu(monkeypatch):
     [(PLAIN, 64 * 4), pytest.param(Case(SMALL, F16, FP8, 16), 66, marks=MORE)],
 )
 def test_every_kernel_is_timed(case, row_bytes):
-    """Bytes of a row: elements, and a scale where they are codes."""
+    """A row's bytes are its elements, and a scale where they are codes."""
     with kernel.using(metal_interpreter.metal_kernel):
         small = works(case, contexts=(64, 600))
         assert all(work.seconds() > 0 for work in small)

@@ -52,7 +52,7 @@ def test_both_ways_run_in_turn_and_the_median_counts(case, choice):
 
 @pytest.mark.parametrize(("case", "choice"), TIMED, ids=str)
 def test_calls_go_through_so_many_bytes_before_any_is_read_again(monkeypatch, case, choice):
-    """Of K and V: no system cache may hold what a call reads."""
+    """No system cache may hold the K and V that a call reads."""
     by_mlx = gathered if choice == "decode_way" else prompts
     read: dict[object, list[bytes]] = {paged_attention: [], by_mlx: []}
     for module, tables in read.items():

@@ -47,7 +47,7 @@ def test_one_step_at_a_time():
 
 
 def test_two_steps_in_flight():
-    """The second is handed over while the first is computed: its time begins where that ends."""
+    """The second is handed over while the first runs, so its time starts at the first's end."""
     play = Play()
     first = play.step()
     second = play.step()
@@ -103,7 +103,7 @@ def test_a_call_that_raises_is_timed_and_leaves_no_step():
 
 
 def test_after_a_step_that_failed():
-    """What was lost, and the time to recover, is not in the next step's time."""
+    """The next step's time excludes the lost step and the recovery."""
     play = Play()
     assert play.clock.end(play.step(), sampled=False) is None
     play.wait(60)

@@ -72,7 +72,7 @@ def test_rows_that_were_lost_take_no_time():
 
 
 def test_figures_that_came_with_the_results_are_neither_lost_nor_in_doubt():
-    """Where they were measured the step was built; each name must be one field's, and unset."""
+    """Figures mark the step as built; each name must be an unset field."""
     engine = Engine()
     assert engine.step(replace(TOKENS, metrics={}), 1, 1).host_seconds == 1
     for wrong in ({"no_such_figure": 1}, {"host_seconds": 1}):

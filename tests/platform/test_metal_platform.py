@@ -62,7 +62,7 @@ print(json.dumps({
 
 @pytest.mark.more
 def test_a_process_has_the_platform_and_no_more_than_it_asks_for():
-    """No class of a model is imported to say what it is; Linux's own choice is left alone."""
+    """No model class is imported, and Linux's own choice is kept."""
     kept = {k: v for k, v in os.environ.items() if k != "VLLM_WORKER_MULTIPROC_METHOD"}
     command = [sys.executable, "-c", PROCESS]
     done = subprocess.run(command, env=kept, capture_output=True, text=True)

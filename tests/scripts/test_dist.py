@@ -113,7 +113,7 @@ def test_the_address_is_one_constant(release):
 
 @pytest.mark.more
 def test_the_wheel_works_installed_beside_vllm(wheel, tmp_path):
-    """In an environment of its own, on top of the packages of this one, away from the clone."""
+    """In its own environment, over this one's packages, away from the clone."""
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
     python = environment / "bin" / "python"

@@ -300,7 +300,7 @@ def test_no_index_is_ever_asked_for_our_name(each_machine):
 
 
 def test_a_mac_without_apple_s_tools_opens_no_window(mac):
-    """python3 there is a stub that offers to install them; make, git and cc are, too."""
+    """Its python3, make, git and cc are stubs that offer to install the tools."""
     for stub in ("python3", "make", "git", "cc"):
         mac.add(stub, "exit 1\n")
     done, calls = mac.installed()
@@ -630,7 +630,7 @@ _OF_THE_INDEX = ("PIP_", "SSL_", "TORCH_INDEX", "HTTPS_PROXY", "https_proxy")
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(sys.platform != "linux", reason="on a Mac it would be a Mac's, without doubles")
 def test_a_real_install_and_update_in_an_empty_home(tmp_path):
-    """On this machine, from the package index: half a gigabyte is fetched."""
+    """Fetches half a gigabyte from the package index."""
     clone, home = copy_clone(tmp_path / "clone"), tmp_path / "a home"
     home.mkdir()
     kept = {k: v for k, v in os.environ.items() if k.startswith(_OF_THE_INDEX)}

@@ -318,7 +318,7 @@ def test_vllm_s_wheel_is_made_before_a_package_is_fetched(machine, system):
 
 
 def test_vllm_is_made_again_only_where_it_would_be_another(machine):
-    """So a set-up whose packages are all there needs no network."""
+    """A set-up that has all its packages needs no network."""
     machine.mac()
     machine.uv()
     machine.set_up()

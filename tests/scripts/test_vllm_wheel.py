@@ -120,7 +120,7 @@ def test_the_wheel_is_vllm_s_python_and_data_for_any_platform(made):
 
 
 def test_it_requires_what_all_of_vllm_s_platforms_do(made):
-    """Its extras stay, and what vLLM runs without becomes one."""
+    """Its extras stay, and packages that vLLM runs without become an extra."""
     about = Parser().parsestr(read(made)[f"{INFO}/METADATA"].decode())
     assert (about["Name"], about["Version"]) == ("vllm", "7.1.0+metal")
     assert about.get_all("Requires-Dist") == [

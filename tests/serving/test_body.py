@@ -92,7 +92,7 @@ def test_limits_count_what_is_there(raw, setting):
 
 
 def test_no_body_is_read_in_the_square_of_its_length():
-    """Texts without an end among them: 8 MB of these would take hours."""
+    """8 MB of strings without an end would take hours."""
     for raw in (b'"\\"' * 10**6, b"\\" * 10**6 + b"{" * 10**6, b'{"a":"' + b'\\"' * 10**6):
         with pytest.raises(Refusal):
             body.parse(raw, SMALL)

@@ -134,7 +134,7 @@ def test_the_variable_names_the_file(folder, monkeypatch):
 
 
 def test_vllm_gets_the_class_only_where_the_settings_are_good(folder, monkeypatch):
-    """vLLM asks the module for the class while it starts, and makes the object much later."""
+    """vLLM looks the class up at the start and builds the object much later."""
     import vllm_metal.serving
 
     monkeypatch.delenv("VLLM_METAL_SERVING_CONFIG", raising=False)

@@ -92,7 +92,7 @@ def test_a_response_past_the_limit_is_not_called_completed(tmp_path):
 
 
 def test_a_request_that_cannot_be_aborted_is_cut_off(tmp_path):
-    """Because it never reaches the engine, say."""
+    """For example, because it never reaches the engine."""
     app = App(deaf=True)
     reply, timeouts = late(tmp_path, app, 10 + GRACE_S + 1, fields=CHAT)
     assert (reply.status, timeouts, reply.ended) == (504, 1, True)
@@ -116,7 +116,7 @@ def test_a_request_that_vllm_fails_at_when_its_time_is_up_gets_the_same_error(tm
 @pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_does_not_read_is_hung_up_on(tmp_path, cache, stream):
-    """When its answer is cut off, whoever waits for it: the engine, or nobody any more."""
+    """When its answer is cut off, whether or not the engine still waits for it."""
 
     async def play():
         clock, app, hung_up = Clock(), App(), asyncio.Event()
@@ -182,7 +182,7 @@ def test_an_aborted_answer_is_not_kept_and_its_twins_end_in_time(tmp_path):
 
 @pytest.mark.parametrize("leader", ["times out", "hangs up", "does not read"])
 def test_a_twin_ends_at_its_own_limit_whatever_becomes_of_the_first(tmp_path, leader):
-    """It asks for itself when the first one's answer is none, and is ended 10 s after it came."""
+    """It asks itself if the first gets no answer, and ends 10 s after it came."""
 
     async def play():
         clock, app = Clock(), App(gate=asyncio.Event())

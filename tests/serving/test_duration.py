@@ -45,7 +45,7 @@ def test_computed_and_found(tmp_path, tenants, stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("quiet", [False, True])
 def test_those_that_time_out_are_in_it(tmp_path, stream, quiet):
-    """With what came of them, and with a 504."""
+    """With their partial answers, or with a 504."""
 
     async def play():
         app = App(gate=asyncio.Event(), quiet=quiet)
@@ -58,7 +58,7 @@ def test_those_that_time_out_are_in_it(tmp_path, stream, quiet):
 
 
 def test_a_twin_that_waits_too_long(tmp_path):
-    """It never reached the engine, so vLLM's figures cannot have it."""
+    """It never reached the engine, so vLLM's figures lack it."""
 
     async def play():
         app = App(gate=asyncio.Event(), deaf=True)

@@ -170,7 +170,7 @@ def test_vllm_gets_the_tenants_salt(made, app, path):
     "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
 )
 def test_a_forged_salt_is_refused(made, app, path):
-    """One made for another tenant with everything but the secret, and what vLLM would refuse."""
+    """Forges a tenant's salt without the secret, and tries values that vLLM would reject."""
     gate, keys = made
     forged = salts.derive(b"a guess of the secret", "other")
     real = salts.derive(SECRET, identity(gate, keys["other"]))
@@ -201,7 +201,7 @@ def test_a_forged_salt_is_refused(made, app, path):
     ],
 )
 def test_a_body_that_can_be_read_in_two_ways_is_refused(made, app, raw):
-    """Duplicate keys among others."""
+    """Duplicate keys, among others."""
     gate, keys = made
     for path in ("/v1/chat/completions", "/tokenize"):
         refused(gate, app, 400, path, key=keys["acme"], raw=raw)
@@ -256,7 +256,7 @@ def test_pages_of_other_engines_are_not_for_tenants(made, app, name):
 
 
 def test_vllm_gets_what_was_looked_at_and_nothing_else(made, app):
-    """One body, no key, no id of the client's, no query."""
+    """One body, without the client's key, request id and query."""
     gate, keys = made
     strange = {"content": "\ud800 \u2028 é", "role": "user"}
     fields = CHAT | {"messages": [strange], "temperature": 0.1, "request_id": "mine", "new": [1]}

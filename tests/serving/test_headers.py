@@ -61,7 +61,7 @@ def test_lengths(values, length):
     [((), False), ((b"max-age=0",), False), ((b"No-Cache",), True), ((b"a", b"no-store"), True)],
 )
 def test_who_wants_a_new_answer(values, fresh):
-    """As RFC 9111, section 5.2.1, has it."""
+    """Follows RFC 9111, section 5.2.1."""
     assert read(*((b"cache-control", value) for value in values)).fresh == fresh
 
 

@@ -60,7 +60,7 @@ def test_health_wants_none(guarded):
     ],
 )
 def test_the_host_is_this_machine(guarded, host, expected):
-    """A page whose name leads here is of the same origin, and needs no CORS."""
+    """A page whose name resolves here has the same origin and needs no CORS."""
     for path, method in (("/health", "GET"), ("/v1/models", "POST")):
         headers = [(b"host", host.encode())]
         assert status(guarded, path, headers, method, KEY, host=None) == expected

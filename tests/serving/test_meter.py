@@ -22,7 +22,7 @@ def tokens(gate, tenant):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("late_step", [False, True])
 def test_tokens_of_a_request_whose_client_hangs_up_are_counted(tmp_path, stream, late_step):
-    """Also those of a step that was under way when the request was aborted."""
+    """Also those of a step that was running at the abort."""
 
     async def play():
         app, gone = App(gate=asyncio.Event()), asyncio.Event()
@@ -59,7 +59,7 @@ def test_what_the_answer_says_of_usage_does_not_matter(tmp_path, path, more):
 
 
 def test_requests_that_are_nobodys_are_not_counted(tmp_path):
-    """They came past the class: without a salt, or with one that it did not make."""
+    """They bypass the class: no salt, or one that it did not make."""
     app = App()
     gate, keys = make(app, tmp_path, cache=False)
     asyncio.run(ask(gate, fields=CHAT, key=keys["acme"]))
@@ -95,7 +95,7 @@ def test_steps_of_many_requests_that_come_end_and_are_aborted_in_any_order(tmp_p
 
 
 def test_a_request_that_runs_is_counted_whatever_is_aborted_meanwhile(tmp_path, monkeypatch):
-    """A client may have many requests aborted, and go on with one."""
+    """A client may abort many requests and continue one."""
     monkeypatch.setattr(meter, "MAX_ABORTED", 100)
     app = App()
     gate, keys = make(app, tmp_path, cache=False)

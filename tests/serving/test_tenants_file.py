@@ -133,7 +133,7 @@ def test_a_tenant_is_another_one_when_it_is_added_again(tmp_path):
 
 
 def test_a_file_of_an_older_version_keeps_its_tenants(tmp_path):
-    """What they have was derived from their names alone, and stays theirs."""
+    """Their data was derived from their names alone, and stays theirs."""
     path = tmp_path / "tenants.json"
     _, secret = tenants_file.add(path, "acme")
     content = json.loads(path.read_text())
@@ -146,7 +146,7 @@ def test_a_file_of_an_older_version_keeps_its_tenants(tmp_path):
 
 
 def test_of_a_file_that_others_can_write_removals_count_and_nothing_else(tmp_path, caplog_vllm):
-    """As an editor leaves it, in the place of the one that the command wrote."""
+    """An editor replaces the file that the command wrote."""
     path, now = tmp_path / "tenants.json", [0.0]
     secrets = {name: tenants_file.add(path, name)[1] for name in ("gone", "stays", "moved")}
     keys = KeyFile(path, lambda: now[0])

@@ -41,7 +41,7 @@ def test_an_environment_without_pip_is_uvs(monkeypatch):
 
 
 def test_setuptools_can_be_imported_behind_the_advice():
-    """As torch does when vLLM is imported; its finder has its own idea of who asks for pip."""
+    """torch imports it with vLLM, and its finder checks who asks for pip."""
     advise = "from vllm_metal.settings import extras; extras.install_advice('gguf')"
     subprocess.run([sys.executable, "-c", f"{advise}; import setuptools"], check=True)
 

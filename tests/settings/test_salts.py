@@ -83,7 +83,7 @@ def test_no_other_salt_is_kept_and_none_raises(salt):
 
 
 def test_a_mangled_salt_is_not_kept():
-    """Every character changed to every other of the alphabet and some outside it; cuts; swaps."""
+    """Replaces each character by every other and some outside the alphabet; cuts; swaps."""
     salt = salts.derive(KEY, "acme", "mine")
     other = salts.derive(KEY, "other", "mine")
     for place in range(len(salt)):
@@ -99,7 +99,7 @@ def test_a_mangled_salt_is_not_kept():
 
 
 def test_a_forger_without_the_key_gets_nothing():
-    """Salts built with everything but the key: known parts of real ones, guessed keys, random."""
+    """Builds salts from all but the key: parts of real ones, guessed keys, random bytes."""
     rng = random.Random(3)
     seen = salts.derive(KEY, "victim", "client")
     _, tenant, client, mac = seen.split("-")

@@ -226,7 +226,7 @@ def test_a_value_arrives_where_vllm_reads_it(folder, default, field):
 
 
 def test_what_vllm_takes_from_a_model_is_not_refused(tmp_path):
-    """For Qwen3.5, vLLM sets --mamba-ssm-cache-dtype to what config.json says of states."""
+    """For Qwen3.5, vLLM sets --mamba-ssm-cache-dtype from config.json."""
     (tmp_path / "config.json").write_text(
         json.dumps(doubles.MODEL | {"mamba_ssm_dtype": "bfloat16"})
     )
@@ -268,7 +268,7 @@ def test_without_windows_a_context_fits_into_one(tmp_path):
 
 
 def test_a_text_only_checkpoint_is_served(folder):
-    """Of a model that takes images, the text alone."""
+    """The model takes images; --language-model-only serves its text alone."""
     config = configure(folder)
     config.model_config.multimodal_config = MultiModalConfig(language_model_only=True)
     current_platform.check_and_update_config(config)

@@ -18,7 +18,7 @@ def test_the_page_is_what_the_tables_say():
 
 
 def test_what_a_table_lacks_is_named():
-    """As it would be if vLLM had a field more, and one less."""
+    """Adds a field to vLLM's, and removes one."""
     table = without_meaning({"nothing": "a b"})
     assert differences(table, ["a", "b"]) == ([], [])
     assert differences(table, ["a", "new"]) == (["new"], ["b"])

@@ -65,7 +65,7 @@ def test_code_is_colored_and_reached_by_the_keyboard():
 
 
 def test_code_is_colored_once(monkeypatch):
-    """A text that grows is rendered again with each piece of it."""
+    """A growing text is rendered again with each piece."""
     colored = []
     monkeypatch.setattr(markdown, "highlight", lambda code, *_: colored.append(code) or "")
     for rest in ("", "more", "more and more"):
@@ -74,7 +74,7 @@ def test_code_is_colored_once(monkeypatch):
 
 
 def test_code_that_takes_long_to_color_is_text(monkeypatch):
-    """Lexers take the square of some texts' length, and the page would stand still."""
+    """Lexers need quadratic time for some texts, and the page would freeze."""
     monkeypatch.setattr(markdown.time, "perf_counter", itertools.count().__next__)
     code = "return 1\n" * 200
     (html,) = markdown.blocks(f"```python\n{code}```")

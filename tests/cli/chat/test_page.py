@@ -54,7 +54,7 @@ def client(url, key=KEY, host="127.0.0.1", token="t"):
 
 
 def test_whoever_has_not_the_pages_address_gets_nothing(url):
-    """Of other users of the machine, who would have answers by the user's key."""
+    """Other users of the machine would get answers with the user's key."""
     for token in ("", "T", "tt", "é"):
         asked = client(url, token=token)
         for path in ("/", "/main.js", "/api/model", "/?token=x", "/main.js?token=t"):

@@ -46,7 +46,7 @@ def test_the_first_two_of_26_are_warned_with_the_way_out(release):
 
 
 def test_macos_s_release_is_its_own_command_s_word(tmp_path, monkeypatch):
-    """A Python linked against an older SDK is told 16 where the release is 26."""
+    """A Python linked against an older SDK reads 16 where the release is 26."""
     command = tmp_path / "sw_vers"
     command.write_text('#!/bin/sh\n[ "$SYSTEM_VERSION_COMPAT" = 0 ] && echo 26.1 || echo 16.1\n')
     command.chmod(0o755)

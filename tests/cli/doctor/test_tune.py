@@ -154,7 +154,7 @@ def test_kernels_that_are_wrong_are_not_timed(run):
 
 
 def test_the_process_says_what_it_finds(capsys):
-    """Interpreted, on a small layer."""
+    """Runs interpreted kernels on a small layer."""
     case = Case(AttentionShape(4, 1, 64, 64), mx.float16, mx.float16, 16)
     layer = Layer(case, Tiles.for_layer(case.shape), context=256)
     once = replace(decode_rows.CHOICE, name="once", of_layer=False)

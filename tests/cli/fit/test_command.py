@@ -264,7 +264,7 @@ def test_ranks_of_one_mac_have_a_part_each(llama3_8b, capsys):
     ],
 )
 def test_a_strangers_config_is_an_error_in_one_line(llama3_8b, tmp_path, capsys, changed, said):
-    """Before anything is built of it: each of these took all memory, or ended in a traceback."""
+    """Each is rejected before anything is built: it took all memory or raised a traceback."""
     text = changed
     if not isinstance(text, str):
         text = json.dumps([] if changed is None else LLAMA3_8B | changed)

@@ -61,6 +61,6 @@ def test_a_context_beyond_the_positions_is_refused(modernbert):
 
 
 def test_a_mac_serves_it_in_float16(capsys, modernbert):
-    """As vLLM chooses for what pools; its test of dtypes is `_resolve_auto_dtype`."""
+    """vLLM's `_resolve_auto_dtype` chooses float16 for models that pool."""
     _, found = answer(capsys, modernbert, memory=16 << 30)
     assert found["dtype"] == "float16"

@@ -113,7 +113,7 @@ def test_bytes_of_a_token_are_those_of_the_formula(folder, name):
     ],
 )
 def test_sparse_attention_is_estimated_without_a_mac(folder, name, row):
-    """A Mac's kernels serve it: a step's chosen rows and scores are known without them."""
+    """A step's chosen rows and scores are known without a Mac's kernels."""
     path = folder(name)
     found = [
         estimate(

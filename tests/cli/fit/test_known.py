@@ -40,7 +40,7 @@ def test_a_model_has_the_size_that_the_hub_says(folder):
 
 
 def test_its_architecture_and_format_are_served(folder):
-    """By what `vllm serve` and `fit` ask before they build a model."""
+    """Asks the functions that `vllm serve` and `fit` call before they build a model."""
     content = json.loads((folder[1] / "config.json").read_text())
     assert set(content["architectures"]) <= SERVED
     architectures.check(content)

@@ -70,7 +70,7 @@ def test_the_peak_with_a_table_on_disk(folder, name):
 
 
 def test_the_peak_of_an_engine_that_pools(folder):
-    """Without logits, and with all hidden states in float32; the head takes nothing."""
+    """It has no logits but all hidden states in float32; the head takes nothing."""
     config = settings(folder("llama"), torch.float32, runner_type="pooling")
     network = loader.load(config, classes=headless.classes, prepare=headless.drop_head)
     layers, parts = attention_layers(network, "llama"), ModelParts(network)

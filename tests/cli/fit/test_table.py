@@ -142,7 +142,7 @@ def numbers(text: str) -> list[float]:
 
 @pytest.mark.more
 def test_the_page_has_the_table():
-    """But for what sampling is measured to take, a few MiB more or less."""
+    """The measured memory of sampling may differ by a few MiB."""
     ours = table()
     page = PAGE.read_text().splitlines()
     first = page.index(ours.splitlines()[0])

@@ -184,7 +184,7 @@ def test_arguments_behind_two_dashes_are_the_clients(user):
 
 
 def test_the_exit_status_is_the_clients(user):
-    """Of the command as a process, too."""
+    """Also runs the command as a process."""
     user.install("claude", status=7)
     with listening() as port:
         assert user.launch_process("claude", "--port", str(port)).returncode == 7
@@ -345,7 +345,7 @@ def test_ctrl_c_ends_the_plan_by_this_process_alone(monkeypatch):
 @pytest.mark.parametrize(("memory", "context"), [(8, 14_720), (16, 32_768), (64, 40_960)])
 @pytest.mark.more
 def test_an_agent_s_context_may_take_more_than_is_taken_unasked(memory, context, monkeypatch):
-    """Qwen3-4B in 4 bits: unasked, 16 GB have 18k and 8 GB all that is left."""
+    """Qwen3-4B, 4-bit, by default: 18k tokens on 16 GB; on 8 GB, all that fit."""
     monkeypatch.setattr(planning, "subprocess", SimpleNamespace(run=run_here, PIPE=subprocess.PIPE))
     monkeypatch.setattr(Machine, "this", lambda: Machine.mac(memory * 2**30))
     (smaller,) = (each for each in KNOWN if each.name.endswith("/Qwen3-0.6B-4bit"))

@@ -69,7 +69,7 @@ def served(run, steps=(20, 1, 1, 3, 1)):
     ],
 )
 def test_a_write_that_rotates_changes_no_logits(family, dims):
-    """Of keys, queries, latents; by frequencies of a base and of a list."""
+    """Rotates keys, queries and latents, by a base or a list of frequencies."""
     model, turns = model_of(family), Turns(metal_interpreter.metal_kernel)
     with kernel.using(turns.metal_kernel):
         found = served(run_of(model, family, KERNELS))
@@ -104,7 +104,7 @@ def test_nothing_is_noted_where_mlxs_operations_serve(monkeypatch):
 
 @pytest.mark.parametrize("what", ["keys", pytest.param("queries", marks=pytest.mark.more)])
 def test_rows_that_are_changed_after_their_rotation_are_taken_as_they_are(what, monkeypatch):
-    """A layer that does more between its rotation and its cache than it did when it was read."""
+    """The layer changes rows after rotation, unlike when it was traced."""
     model, turns = model_of("llama"), Turns(metal_interpreter.metal_kernel)
     with kernel.using(turns.metal_kernel):
         rotating, plain = (run_of(model, "llama", each) for each in (KERNELS, UNROTATING))

@@ -10,7 +10,7 @@ from vllm_metal.engine.batch.requests import BlockTables, Requests
 
 
 def test_masks_find_their_rows_and_no_draft_is_kept_behind_an_unsound_one():
-    """Two requests with grammars; of the second the scheduler knows fewer drafts."""
+    """The scheduler knows fewer drafts for the second grammar's request."""
     requests = Requests(3, 64, BlockTables(1, 3, 5))
     for index, name in enumerate("abc"):
         requests.add_request(new_request(name, [1, 2, 3], ([index],), 2))

@@ -172,7 +172,7 @@ def test_one_word_of_the_scheduler_tells_who_left_and_who_entered():
 
 
 def test_a_request_of_a_model_without_blocks_resumes():
-    """Of no groups vLLM names no blocks."""
+    """Without cache groups, vLLM names no blocks."""
     requests = Requests(1, 64, BlockTables(0, 1, 5))
     requests.add_request(new_request("a", [1, 2], ()))
     requests.preempt_request("a")

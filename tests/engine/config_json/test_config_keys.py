@@ -35,7 +35,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 @pytest.mark.parametrize("file", [pytest.param(file, id=name) for name, file in FILES])
 def test_a_whole_published_file_is_read(file):
-    """As it is, as a quantized checkpoint, and as a conversion to MLX that copied the former."""
+    """Reads it as published, quantized, and as an MLX conversion that copied its keys."""
     packed = {"quantization_config": file.get("quantization_config", FP8)}
     for added in ({}, packed, packed | {"quantization": {"group_size": 64, "bits": 4}}):
         config = file | added
@@ -162,7 +162,7 @@ _INDEX = {
 
 @pytest.mark.parametrize("changes", _NOT_OF_M3, ids=str)
 def test_what_sparse_attention_does_not_compute_is_rejected_by_its_name(changes):
-    """Keys that transformers' class passes over, too: nobody has compared what they choose."""
+    """Also keys that transformers ignores: their effect was never compared."""
     heads = {"num_attention_heads": 64, "num_key_value_heads": 4, "hidden_size": 6144}
     sparse = changes.get("sparse_attention_config", {})
     (key,) = sparse or changes
@@ -233,7 +233,7 @@ def test_a_key_without_effect_is_accepted(reason):
 
 @pytest.mark.parametrize("key", ["routed_scaling_factor", "layer_types"])
 def test_a_class_that_a_patch_derives_uses_what_the_library_s_uses(key):
-    """A key of mlx-lm's module, and one that the patch reads."""
+    """Checks a key that mlx-lm's module reads and one that the patch reads."""
     registry.classes({"model_type": "minimax_m3_vl"})
     args = sys.modules["mlx_lm.models.minimax_m3_vl"].TextArgs
     assert reference_code.is_used(args, key)
@@ -284,7 +284,7 @@ def test_a_folder_s_own_code_is_a_reference(code, is_read, tmp_path):
 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows_of_all_layers_are_read(name):
-    """Their modules are patched, and compared in `tests/patches/mlx_patches/test_registry.py`."""
+    """`tests/patches/mlx_patches/test_registry.py` compares the patched modules."""
     read(WINDOWS[name])
 
 

@@ -113,7 +113,7 @@ def test_a_silent_rank_of_this_machine_is_killed(three, clock):
 
 @pytest.mark.parametrize("way", ["ends", "says nothing"])
 def test_the_loss_of_a_rank_of_another_machine_ends_the_engine(three, clock, way):
-    """vLLM's executor would wait for its answer; one of this machine it hears of by itself."""
+    """vLLM's executor notices only ranks of this machine and would wait."""
     joined, lost = three
     left = queue.Queue()
     joined[0].leave = lambda: left.put("left")
@@ -139,7 +139,7 @@ def test_the_loss_of_a_rank_of_this_machine_leaves_the_engine_to_vllm(three):
 
 
 def test_beats_that_came_while_this_rank_had_no_processor_count(three, clock, monkeypatch):
-    """Its thread stands still for longer than a silence, between what it reads and what it says."""
+    """Its thread stops, between reading and judging, for longer than a silence."""
     joined, lost = three
     rounds, enough = itertools.count(), threading.Event()
 

@@ -55,7 +55,7 @@ def test_an_update_of_peft_has_its_scale(tmp_path, file, config, scale):
 
 @pytest.mark.parametrize(("parameter", "scale"), [("gate_up_proj", 5), ("down_proj", 2)])
 def test_one_parameter_of_experts_has_its_own_scale(tmp_path, parameter, scale):
-    """PEFT's file has the same name for either."""
+    """PEFT's file names either the same."""
     module, rng = "model.layers.0.mlp.experts", np.random.default_rng(0)
     given = {
         f"base_model.model.{module}.lora_{name}.weight": rng.normal(size=shape).astype(np.float32)

@@ -66,7 +66,7 @@ def test_matrices_the_other_way_round():
 
 
 def test_a_model_that_multiplies_rows_and_looks_for_other_weights():
-    """As mlx-lm's Falcon-H1, which folds factors into its weights."""
+    """mlx-lm's Falcon-H1 folds factors into its weights."""
     factors = mx.array([0.3, 7.0, -1.5])[:, None]
 
     def sanitize(weights):
@@ -79,7 +79,7 @@ def test_a_model_that_multiplies_rows_and_looks_for_other_weights():
 
 
 def test_experts_of_one_parameter_alone():
-    """mlx-lm's Qwen3.5 takes both parameters where it finds one."""
+    """mlx-lm's Qwen3.5 expects both parameters where it finds one."""
 
     def sanitize(weights):
         middle = weights["layers.0.mlp.experts.gate_up_proj"]
@@ -149,7 +149,7 @@ def test_what_cannot_be_placed_is_named(sanitize, named):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_that_drops_its_head_stays_as_it_is(tied):
-    """mlx-lm's Gemma 3 does so where a checkpoint has no weights of it, as no adapter has."""
+    """mlx-lm's Gemma 3 drops it without head weights, which adapters never have."""
     settings = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 4, "vocab_size": 16}
     args = gemma3_text.ModelArgs("gemma3_text", num_hidden_layers=1, **settings)
     model = gemma3_text.Model(args)

@@ -161,7 +161,7 @@ def test_what_is_advised_makes_it_fit(machine, flag, request):
 @given(machines(), flags(), requests())
 @DEAR
 def test_the_smallest_utilization_and_the_longest_length_are_advised(machine, flag, request):
-    """Parsed from the message, as a reader would take it."""
+    """Follows the message as a reader would."""
     flag = replace(flag, asked=None, fitted=False)
     if fits(machine, flag, request):
         return
@@ -223,7 +223,7 @@ def test_where_no_one_setting_is_enough_several_are_advised():
 
 
 def test_where_others_hold_the_memory_the_way_out_names_them():
-    """However long a request may be: closing them is enough, or with a shorter length."""
+    """Closing them is enough, alone or with a shorter length."""
     taken = replace(EIGHT_GB_MAC, weights=2 * GIB, in_use=3 * GIB)
     with pytest.raises(BudgetError, match=r"close other programs: they hold 3.00 GiB, and \d"):
         check(taken, replace(DEFAULTS, max_model_len=4096), QWEN)
@@ -288,7 +288,7 @@ LARGE_MAC = replace(EIGHT_GB_MAC, total=96 * GIB, weights=45 * GIB, states=STATE
 
 @given(st.integers(20, 120), st.integers(0, 8), st.integers(1, 256), st.none() | st.just(8 * GIB))
 def test_the_pool_leaves_room_for_the_states_of_its_requests(gigabytes, drafts, requests, most):
-    """As one would find by trying every number of requests, a block of each group apart."""
+    """Compares with trying every number of requests, one block per group."""
     machine = replace(LARGE_MAC, total=gigabytes * GIB, weights=gigabytes * GIB // 2)
     flag = replace(HYBRID, num_drafts=drafts, max_num_seqs=requests)
     flag = replace(flag, most=None if most is None else Most(most, "for the test"))

@@ -107,14 +107,14 @@ def serve(model, monkeypatch):
 
 
 def test_a_busy_mac_serves_8b_in_4_bits(serve):
-    """By psutil's figure there is not room for a step beside the weights."""
+    """psutil's figure leaves no room for a step beside the weights."""
     assert BUSY.psutil_available - WEIGHTS < 0.5 * GIB
     pool = serve(BUSY, max_model_len=4096)
     assert 4096 * KV_BYTES_PER_TOKEN <= pool < GIB
 
 
 def test_what_the_model_itself_takes_does_not_count_against_it(serve):
-    """Its pages come from files that macOS lets go, and from halves of what it compresses."""
+    """Its pages replace file pages, which macOS frees, and halves of compressed pages."""
     pages = -(-WEIGHTS // PAGE)
     from_files = BUSY.files - 20_000
     compressed = 2 * (pages - from_files)
@@ -131,7 +131,7 @@ def test_an_idle_mac_gives_what_metal_recommends(serve):
 
 
 def test_adapters_take_their_slots_and_what_is_kept_beside_them(serve):
-    """Slots lie in memory with the weights when the pool's size is asked for."""
+    """Slots are in memory with the weights when the pool is sized."""
     settings = {"max_model_len": 16_384, "gpu_memory_utilization": 0.9}
     slots, kept = GIB // 4, GIB // 8
     without = serve(IDLE, **settings)
@@ -160,7 +160,7 @@ def test_a_context_that_nobody_asked_for_is_what_fits(serve):
 
 
 def test_a_fitted_context_takes_a_quarter_and_on_a_small_mac_at_most_a_half(serve):
-    """131,072 tokens take 16 GiB, 16,384 take 2 of the 2.67 that are a quarter of 16 GB."""
+    """131,072 tokens take 16 GiB; 16,384 take 2 of the 2.67 in a quarter of 16 GB."""
 
     def mac(gigabytes, share):
         return replace(IDLE, ram=gigabytes * GIB, gpu_share=share, free=gigabytes * 55_000)
@@ -176,7 +176,7 @@ def test_a_fitted_context_takes_a_quarter_and_on_a_small_mac_at_most_a_half(serv
 
 
 def test_memory_that_others_have_taken_meanwhile_is_not_taken_again(monkeypatch):
-    """By a Mac that is idle when the engine falls asleep, and full when it is to wake up."""
+    """The Mac is idle when the engine goes to sleep and full when it wakes up."""
     gpu = Gpu(active=WEIGHTS)
     gpu.take_over(monkeypatch)
     IDLE.take_over(monkeypatch)

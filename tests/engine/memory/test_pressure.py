@@ -78,7 +78,7 @@ def test_nothing_happens_while_there_is_memory(system, pressure, log):
 def test_spare_buffers_are_given_back_and_it_is_said_once_in_a_while(
     system, pressure, log, level, word, times
 ):
-    """Where memory is low, once a minute; where it is critically low, each second."""
+    """Once a minute where memory is low, each second where it is critically low."""
     system.level = level
     given_back = 0
     for _ in range(int(LOG_EVERY)):

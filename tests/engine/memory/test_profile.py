@@ -67,7 +67,7 @@ def served(tmp_path_factory):
     ],
 )
 def test_five_drafts_take_no_more_than_one_but_for_their_rows(served, storage):
-    """Within 5 percent, with the states that the requests have in the pool."""
+    """Within 5 percent, with the states that the requests keep in the pool."""
     kernels = kernel.using(metal_interpreter.metal_kernel) if storage == KERNELS else None
     held = {}
     with kernels or nullcontext():

@@ -142,7 +142,7 @@ def test_codes_are_those_of_steps_built_in_python(elements, monkeypatch):
     ],
 )
 def test_steps_over_kernels_are_those_built_in_python(elements, rows, monkeypatch):
-    """What kernels return here depends on all that they are given, fences of the past included."""
+    """The stand-in kernels' results depend on all inputs, past fences included."""
     monkeypatch.setitem(COMMON, "head_dim", 64)
     monkeypatch.setitem(COMMON, "num_hidden_layers", 2)
     monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
@@ -164,7 +164,7 @@ def test_steps_over_kernels_are_those_built_in_python(elements, rows, monkeypatc
 
 
 def test_steps_with_states_over_kernels_are_those_built_in_python(monkeypatch):
-    """States lie in the memory of K and V, or in memory of their own."""
+    """States share the memory of K and V, or have their own."""
     monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
     family = replace(
         recurrent.FAMILIES["qwen3_next"],

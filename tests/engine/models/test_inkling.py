@@ -101,7 +101,7 @@ def test_a_fault_in_any_part_changes_tokens(fault, monkeypatch):
 
 @pytest.mark.more
 def test_our_kernels_compute_it_too():
-    """Bias, windows and convolutions, by the kernels in the interpreter."""
+    """Runs bias, windows and convolutions by the interpreted kernels."""
     family = of_mlx_vlm.FAMILIES["inkling_text"]
     text = family.config["text_config"] | {"head_dim": 64, "swa_head_dim": 64}
     model = make_model(replace(family, config={"text_config": text}), seed=7, drawn=True)
@@ -181,7 +181,7 @@ def test_keys_that_the_module_does_not_compute_are_rejected_by_name(changed):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
 def test_quantized_folders_have_projections_fused_or_apart(fused, tmp_path):
-    """As mlx-vlm writes them today, and before it fused the four projections of attention."""
+    """mlx-vlm writes attention's four projections fused now; it did not before."""
     family = of_mlx_vlm.FAMILIES["inkling_mm_model"]
     text = family.config["text_config"] | {"hidden_size": 64}
     family = replace(family, config={"text_config": text})

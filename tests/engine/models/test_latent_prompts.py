@@ -129,7 +129,7 @@ def test_chunks_equal_the_dense_forward(name, quantized, built):
 
 
 def test_a_prompt_behind_a_prefix_that_is_found_or_filled_beside_it(built):
-    """The second request begins with blocks of the first: of a step before, and of its own."""
+    """The second request starts with the first's blocks, of a step before or its own."""
     model = small("deepseek_v3")
     prompts = texts()[:2]
     prompts[1][:240] = prompts[0][:240]
@@ -146,7 +146,7 @@ def test_a_prompt_behind_a_prefix_that_is_found_or_filled_beside_it(built):
 
 @pytest.mark.more
 def test_steps_that_come_again_are_graphs(built):
-    """A prompt as long as one before is computed by the graph that the second one traced."""
+    """A prompt of the same length reuses the graph that the second one traced."""
     model, rng = small("deepseek_v3"), np.random.default_rng(1)
     prompts = [rng.integers(0, VOCAB, 64).tolist() for _ in range(4)]
     served = Served(model, "deepseek_v3", prompts)
@@ -158,7 +158,7 @@ def test_steps_that_come_again_are_graphs(built):
 
 
 def test_our_kernels_write_what_is_built_of(built):
-    """Of latents as large as the kernels take: a prompt, a chunk beside a decode, a decode."""
+    """Runs a prompt, a chunk beside a decode and a decode over the widest latents."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 2}
     model = small("deepseek_v3", sizes=SIZES | sizes)
     prompts = [text[:length] for text, length in zip(texts(), (75, 40), strict=False)]

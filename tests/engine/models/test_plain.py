@@ -58,7 +58,7 @@ PATCHED = [*registry.PAGED]
 
 @pytest.mark.parametrize("name", cases(PATCHED, more=["plamo", "baichuan_m1"]))
 def test_a_patched_module_computes_what_mlx_lms_own_does(name):
-    """And mlx-lm's own is not served, or not rightly: once that changes, delete the patch."""
+    """Delete the patch once mlx-lm's own module is served rightly."""
     family = plain.with_those_of_states()[name]
     model, prompts = make_model(family, seed=7, drawn=True), prompts_of()
     own_model, args = own_classes(name)

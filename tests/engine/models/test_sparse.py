@@ -126,7 +126,7 @@ def in_chunks(served):
     ],
 )
 def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
-    """A chunk that begins with 64 tokens that attend to all builds keys and values of these."""
+    """A chunk that starts with 64 tokens that attend to all builds their keys and values."""
     ours, theirs = published(name, topk=topk)
     expected = log_probabilities(theirs, texts())
     assert len(set(np.concatenate(expected).argmax(-1).tolist())) > 20
@@ -166,7 +166,7 @@ def test_of_equal_scores_earlier_positions_are_chosen(published, name, monkeypat
     ],
 )
 def test_drafts_rejected_at_each_place(published, name, context):
-    """The tokens behind an accepted draft are others, whose keys the next step overwrites."""
+    """Other tokens follow an accepted draft; the next step overwrites the rejected keys."""
     ours, theirs = published(name)
     text, num_drafts = texts()[0][: context + 20], 4
     (expected,) = log_probabilities(theirs, [text])
@@ -247,7 +247,7 @@ def has_index_keys(layer):
 
 
 def test_index_keys_of_a_found_block_count(published, name):
-    """Zeros in place of one block's index keys, after a hit, change what the text says."""
+    """Zeros in place of one block's index keys change the text after a hit."""
     ours, _ = published(name)
     prompts, begin = texts()[:2], 4 * BLOCK
     prompts[1][:begin] = prompts[0][:begin]
@@ -333,7 +333,7 @@ def test_a_fault_in_any_part_of_hy4_is_seen(published, fault, monkeypatch):
 
 @pytest.mark.parametrize("topk", [None, 16])
 def test_published_keys_of_minimax_m3_choose_as_transformers_reads_them(topk):
-    """Without them all layers attend to all positions."""
+    """Without these keys, all layers attend to all positions."""
     text, sparse = configuration(PUBLISHED[M3]).text_config.to_dict(), None
     for key in [key for key in text if key.startswith("index_")] + ["layer_types"]:
         del text[key]
@@ -383,7 +383,7 @@ class Counted:
     ],
 )
 def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
-    """Or rejected where a layer would have nothing to attend to."""
+    """A layer that would have nothing to attend to is rejected."""
     config = configuration(PUBLISHED[DSA]).to_dict()
     del config["indexer_types"]
     config |= kinds | {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
@@ -398,7 +398,7 @@ def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
 
 @pytest.mark.parametrize("name", [DSA, HY4, M3])
 def test_a_layer_reads_each_context_and_each_chosen_row_once(published, name, monkeypatch):
-    """However many calls its scores take. Contexts are padded to whole blocks."""
+    """In any number of calls; contexts are padded to whole blocks."""
     ours, _ = published(name)
     # Every second layer has an indexer, of M3's all but the first, for two K/V heads.
     num_layers, topk = len(ours.layers), TOPK
@@ -466,7 +466,7 @@ def of_kernels(name):
     ["deepseek_v32", V4, *(pytest.param(each, marks=pytest.mark.more) for each in (HY4, M3, GLM5))],
 )
 def test_our_kernels_write_and_gather(name):
-    """Chunks, a decode, a short text."""
+    """Runs chunks, a decode and a short text."""
     model = of_kernels(name)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 64, length).tolist() for length in (30, 12)]

@@ -63,7 +63,7 @@ def test_more_ranks_than_layers_are_refused():
 
 
 def test_a_model_that_ends_amid_gives_what_the_next_layer_would_get():
-    """Not what its norm makes of it."""
+    """Its norm is not applied."""
     whole = staged.whole("llama")
     seen = []
     last = whole.layers[-1]

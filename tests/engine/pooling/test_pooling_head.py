@@ -83,7 +83,7 @@ def test_a_chunk_that_ends_no_text_gives_nothing():
 
 
 def test_chunks_of_a_text_of_which_all_rows_count():
-    """Beside a text of which one does."""
+    """Beside a text that needs one row."""
     steps = Steps({"a": ("token_embed", 7), "b": ("embed", 5)})
     first, early = steps.step(a=4, b=5)
     assert first.pooler_output[0] is None

@@ -176,7 +176,7 @@ def test_whole_blocks_are_the_storage_s_to_look_after(memory, pool):
 
 
 def test_a_long_prompt_leaves_its_state_and_nothing_else(pool):
-    """Also where the module cuts the state out of all its inputs, as convolutions do."""
+    """Also where the module slices the state from all its inputs, like a convolution."""
     length, width = 4096, 64
     form = StateFormat(((3, width),), (mx.float32,))
     state = RunState(pool.allocate_states(8, form.nbytes), form)

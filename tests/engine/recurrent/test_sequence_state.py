@@ -247,7 +247,7 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
 
 
 def test_nothing_of_its_last_owner_stays_in_a_block(pool):
-    """A prompt ends two blocks and begins a third; then one row goes on in that one."""
+    """A prompt fills two blocks and starts a third, where one more row follows."""
     state = SequenceState(MEMORIES["bfloat16"](pool[0]), FORM, OPS.repeat)
     state.storage.arrays = [mx.ones(array.shape, array.dtype) for array in state.storage.arrays]
     scope, weights = SequenceScope(state.by_kernels, TAPS), Weights(np.random.default_rng(0))
@@ -271,7 +271,7 @@ def test_nothing_of_its_last_owner_stays_in_a_block(pool):
 
 @IN_MEMORIES
 def test_long_prompts_give_what_the_kernel_gives(memory):
-    """Results, and states in all blocks: amid a text, at its end, and where one ends a block."""
+    """Compares results and all blocks' states: within a text, at its end, at a block's end."""
     found = []
     for kind in (KERNELS, IN_CHUNKS):
         with kernel.using(metal_interpreter.metal_kernel):

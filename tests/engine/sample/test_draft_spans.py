@@ -30,7 +30,7 @@ def spans_of(drafts: list[list[int]]) -> DraftSpans:
     )
 )
 def test_leading_matches_are_accepted(rows):
-    """rows: draft_spans of (sampled, draft); the last row's draft stands for none."""
+    """rows: draft_spans of (sampled, draft); the last row has no draft."""
     draft_spans = spans_of([[draft for _, draft in span[:-1]] for span in rows])
     sampled = mx.array([token for span in rows for token, _ in span], dtype=mx.int32)
     expected = []

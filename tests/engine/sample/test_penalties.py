@@ -56,7 +56,7 @@ def test_tokens_never_fetched_still_count(distribution):
 
 
 def test_same_penalised_logits_as_vllm():
-    """Against vLLM's torch code, through processed_logits and all V logprobs."""
+    """Compares processed_logits and all V logprobs with vLLM's torch code."""
     import torch
     from vllm.model_executor.layers.utils import apply_penalties
 

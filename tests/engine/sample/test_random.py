@@ -24,7 +24,7 @@ def test_a_row_depends_on_its_own_key_alone():
 
 
 def test_a_single_possible_token_is_always_drawn():
-    """The noise is finite on both sides: it never lifts a removed token or drops the last one."""
+    """Noise is finite on both sides: it lifts no removed token and drops no last one."""
     num_draws = 20_000
     logits = np.full((num_draws, 7), -np.inf, dtype=np.float32)
     logits[:, 5] = -1e4

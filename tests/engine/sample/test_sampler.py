@@ -249,7 +249,7 @@ def test_min_tokens_gives_way_when_a_grammar_leaves_only_stop_tokens():
 
 @pytest.mark.parametrize("span", [1, 3])
 def test_counts_that_only_the_device_knows(span):
-    """Seeds and min_tokens go by how many tokens a request has, not by what the host thinks."""
+    """Seeds and min_tokens use a request's real length, not the host's count."""
     stops = {"min_tokens": 8, "stop_token_ids": TOP[:20]}
     params = [
         SamplingParams(seed=3),
@@ -296,7 +296,7 @@ def test_token_ids_outside_the_vocabulary_change_nothing():
 
 @pytest.mark.parametrize("span", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_step_with_everything_on_evaluates_nothing(span):
-    """Seen in memory: logits of 8 MB are described, and nothing of that size is ever allocated."""
+    """Builds logits of 8 MB; memory shows that none are allocated."""
     num_rows, wide = 8, 2**18
     params = SamplingParams(**SETTINGS["everything"], logprobs=3, seed=1)
     sampler = Sampler(wide, num_rows)

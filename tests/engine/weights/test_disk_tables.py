@@ -77,7 +77,7 @@ def test_rows_of_published_files(tmp_path, name, stored, served):
 
 
 def test_rows_of_files_in_several_parts_under_multimodal_names(tmp_path):
-    """As of Gemma 4's whole checkpoints, whose names mlx-lm changes."""
+    """mlx-lm renames the tensors of Gemma 4's whole checkpoints."""
     folder = folder_of(tmp_path, changes={"tie_word_embeddings": True}, max_shard_size="200kB")
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 2
@@ -196,7 +196,7 @@ def test_logits_with_tables_of_other_families(tmp_path, name, quantized):
     [("auto", 1.9, True), ("auto", 2.1, False), ("memory", 0, False), ("disk", 100, True)],
 )
 def test_tables_stay_on_disk_if_weights_take_half_of_the_memory(tmp_path, choice, memory, on_disk):
-    """By the weights as they would be held, and nothing is read to find out."""
+    """Judges by the loaded size, and reads no tensor."""
     folder = folder_of(tmp_path, changes={"vocab_size_per_layer_input": 1000})
     weights = sum(a.nbytes for _, a in tree_flatten(lazy_model(folder, mx.bfloat16).parameters()))
     rule = TableRule(choice, int(memory * weights))

@@ -80,7 +80,7 @@ def test_log_probabilities_are_transformers(tmp_path, family, form):
     "form", [*KINDS, *(pytest.param(f, marks=pytest.mark.slow) for f in FORMATS if f not in KINDS)]
 )
 def test_hidden_states_and_keys_keep_the_activations_dtype(tmp_path, form, dtype):
-    """Scales of whole rows stay float32 beside them; those of groups do not."""
+    """Scales of whole rows stay float32; those of groups do not."""
     write_quantized("llama", form, tmp_path)
     model = lazy_model(tmp_path, dtype)
     cache = make_prompt_cache(model)
@@ -130,7 +130,7 @@ def test_transformers_reads_blocks_of_fp8_so(tmp_path, family):
 
 @pytest.mark.more
 def test_hy4_as_published(tmp_path):
-    """Only its projections of latents are dequantized, which are split by heads."""
+    """Only its projections of latents, which heads split, are dequantized."""
     expected = log_probabilities(reference_of_hy_v4(tmp_path), [PROMPT])[0]
     served = lazy_model(tmp_path, mx.float32)
     np.testing.assert_allclose(log_probs(served), expected, atol=EXACT)
@@ -165,7 +165,7 @@ def test_gpt_oss_as_published(tmp_path):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_scales_of_experts_that_mlx_has_written_stay_float32(tmp_path, dtype):
-    """NVFP4 with MLX's `global_scale`, which its CPU backend does not multiply experts with."""
+    """MLX's CPU backend cannot multiply experts with NVFP4's `global_scale`."""
     write(make(FAMILIES["qwen3_moe"], **SIZES | OF_FAMILY["qwen3_moe"]), tmp_path)
     model = lazy_model(tmp_path, mx.float32)
     experts = {n: m for n, m in model.named_modules() if isinstance(m, SwitchLinear)}

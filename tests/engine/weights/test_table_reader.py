@@ -64,7 +64,7 @@ def test_the_cache_is_bounded_and_drops_rows_used_longest_ago(tables, parts):
 
 @pytest.mark.parametrize("capacity", [1, 3, 130, 1000])
 def test_any_number_of_rows_at_once(tables, parts, capacity):
-    """More than the cache holds, too; an independent cache counts what must be read."""
+    """Also more than the cache holds; another cache counts the expected reads."""
     reader, rng = TableReader(parts, capacity * ROW_BYTES), np.random.default_rng(1)
     for count in (1, 30, 2, 100, 0, 7, 400, 7, 2000):
         ids = rng.integers(0, ROWS, count)

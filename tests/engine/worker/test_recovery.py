@@ -190,7 +190,7 @@ def test_a_step_that_ended_before_the_pool_was_released_keeps_its_tokens(engine)
 
 
 def test_the_scheduler_hears_that_a_pool_made_after_sleep_is_empty(engine):
-    """It may have kept its prefix cache, and requests that run."""
+    """It may have kept its prefix cache and running requests."""
     engine.runner.release_pool()
     engine.runner.restore_pool()
     assert fails(engine.step("a").get_output())

@@ -114,7 +114,7 @@ def test_what_another_engine_wrote_is_found(folder, make_cache):
 
 
 def test_another_engine_that_is_faster_wins(folder, make_cache, root, monkeypatch):
-    """Both find nothing and write; one file is left, and counted once."""
+    """Both find nothing and write; one file remains and is counted once."""
     cache = make_cache()
     other = naive.blocks(cache)
     pwritev = os.pwritev

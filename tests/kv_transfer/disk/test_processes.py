@@ -75,7 +75,7 @@ def test_two_engines_that_write_and_evict_keep_the_limit(root):
     ],
 )
 def test_an_engine_that_is_killed_leaves_nothing_that_stays(root, dies):
-    """Killed between any two of a write's system calls, three times in the same root."""
+    """Killed between any two system calls of a write, three times in one root."""
     for seed in range(3):
         child = start(root, seed, 200, dies)
         assert child.stdout.readline() == "hangs\n"

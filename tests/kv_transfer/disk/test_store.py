@@ -161,7 +161,7 @@ def test_the_limit_holds_at_every_write(make_cache, root):
 
 
 def test_eviction_goes_a_little_below_the_limit(make_cache):
-    """By 5 % of it, so that not every write needs a scan: three of these forty blocks."""
+    """5 % below it, three of forty blocks here, so that not every write scans."""
     cache = make_cache(REST + 40 * ROOM)
     folder = blocks(cache)
     evicted = []
@@ -181,7 +181,7 @@ def test_the_manifest_of_what_is_being_stored_stays(make_cache, root):
 
 
 def test_the_least_recently_used_go_first_and_heads_last(make_cache, root):
-    """Of two prompts of five blocks, the older one goes first, from its end."""
+    """Of two prompts of five blocks, the older one's last blocks go first."""
     cache = make_cache(REST + 10 * ROOM)
     folder = blocks(cache)
     for depth in range(5):

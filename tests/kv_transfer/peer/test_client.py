@@ -188,7 +188,7 @@ def test_asking_waits_for_pages_that_are_being_made(make_server, make_peer, expo
 
 @pytest.mark.more
 def test_asking_does_not_wait_for_ever(make_server, make_peer, export_cache):
-    """Longer than nothing may move on a connection, and no longer than the server's limit."""
+    """The wait is longer than a connection may stall and within the server's limit."""
     pages = make_pages(2, 100)
     fill(export_cache, dict([next(iter(pages.items()))]))
     export_cache.expect(pages)
@@ -217,7 +217,7 @@ def test_found_pages_are_leased_until_they_are_released(make_server, make_peer, 
 
 
 def test_leases_are_renewed_while_pages_are_wanted(make_server, make_peer, clock):
-    """By the clocks of both sides, which the test moves; the keeper's pace is real."""
+    """The test moves both sides' clocks; the keeper's pace is real."""
     renewed_at = []
 
     class RecordingCache(ExportCache):
@@ -397,7 +397,7 @@ def test_a_server_that_loads_other_weights_gives_no_more_pages(
 
 
 def test_pages_that_came_too_late_are_no_fetch(make_server, make_peer, export_cache):
-    """Own weights changed while they came."""
+    """The engine's weights changed while the pages came."""
     pages = make_pages(2, 100)
     fill(export_cache, pages)
     own = Terms()
@@ -474,7 +474,7 @@ def test_something_else_answers(ends, make_peer, log):
 
 
 def test_a_replayed_conversation_proves_nothing(ends, make_server, make_peer, log):
-    """A false server that plays back what a true one said, to a client that says the same."""
+    """A false server replays a true one's words to a client that sends the same."""
     import socket
 
     server = make_server()

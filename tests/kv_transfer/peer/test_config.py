@@ -114,7 +114,7 @@ def test_a_replica_shares_its_pool_and_keeps_a_small_outbox(check):
 
 
 def test_a_worker_in_another_process_cannot_share_its_pool(made, check, monkeypatch):
-    """Nobody there could wake an engine that is idle."""
+    """Nothing in that process could wake an idle engine."""
     monkeypatch.setattr(made.parallel_config, "distributed_executor_backend", MultiprocExecutor)
     with pytest.raises(ValueError, match="'share' needs the engine and its worker in one process"):
         check("kv_both", listen=HERE, share="pool")

@@ -125,7 +125,7 @@ def test_a_host_that_refuses_is_not_reached(make, listener):
 
 
 def test_closing_ends_what_is_being_connected(monkeypatch, make):
-    """Also at the moment when there is nothing yet that could be woken."""
+    """Also at the moment when nothing exists yet that could be woken."""
     connecting, closed = threading.Event(), threading.Event()
 
     class Slow(socket.socket):

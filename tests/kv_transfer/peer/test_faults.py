@@ -102,7 +102,7 @@ def test_a_line_that_breaks_in_the_first_words(
 def test_a_line_that_broke_while_nobody_used_it_is_replaced(
     make_server, make_proxy, make_peer, export_cache, log
 ):
-    """When a request is on its way already: only the answer does not come."""
+    """A request is already sent, and only its answer is missing."""
     pages = make_pages(2, 100)
     fill(export_cache, pages)
     proxy = make_proxy(make_server().port)

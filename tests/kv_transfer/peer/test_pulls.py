@@ -77,7 +77,7 @@ def test_the_first_requests_pull_and_then_one_computes():
 
 @pytest.mark.parametrize("changed_to", [0.01, 0.3, 3.0])
 def test_rates_are_averages_of_which_the_latest_counts_most(changed_to):
-    """Beside the naive sums, in which each measurement counts nine tenths of the one after it."""
+    """Compares with naive sums that weigh each measurement 0.9 of the next."""
     puller, now = measured({A: 0.1}, 0.2)
     pages, seconds, keys = [8, 8], [0.8, 0.8], keys_of(2)
     for _ in range(20):
@@ -152,7 +152,7 @@ def test_who_fails_is_avoided_for_longer_each_time(log):
 
 
 def test_of_several_groups_a_pull_at_risk_is_short():
-    """A load that fails there leaves nothing, so the time that it took is lost."""
+    """A load that fails there leaves nothing, so its time is lost."""
     puller, now = measured({A: 0.02}, 1.0, sizes=(PAGE, PAGE))
     full, window = keys_of(64, 0), keys_of(64, 1)
     keys = [*full, *window]

@@ -223,7 +223,7 @@ def test_a_client_that_is_killed_holds_nothing(make_server, export_cache, start_
 
 
 def test_pages_that_come_for_a_fetch_are_leased_until_they_are_sent_or_it_ends(export_cache):
-    """Of the rest of a fetch that breaks off nothing is held."""
+    """A fetch that breaks off leaves no lease."""
 
     class Pool:
         """A pool whose wanted pages are in the send cache at once."""
@@ -297,7 +297,7 @@ def test_a_proof_that_was_overheard_proves_nothing(make_server):
 
 
 def test_a_servers_proof_is_not_a_clients(make_server):
-    """A client that reflects what it hears."""
+    """The client sends back what it hears."""
     link = connect(make_server().port)
     link.receive_bytes(len(handshake.PREAMBLE))
     nonce = decode(link.receive(100), Greeting).nonce

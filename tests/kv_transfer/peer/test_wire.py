@@ -88,7 +88,7 @@ def test_a_connection_that_ends_in_a_frame(pair, sent):
 
 @pytest.mark.parametrize("what", ["frame", "row"])
 def test_drops_are_no_progress(hasty, what):
-    """A byte now and then: each ends a wait, and none is worth going on for."""
+    """Single bytes end each wait, but are no reason to continue."""
     link, far = hasty
     ended = threading.Event()
 
@@ -114,7 +114,7 @@ def test_who_does_not_read_is_given_up(hasty):
 
 
 def test_what_went_whole_is_not_late(pair, wire_clock):
-    """However long the thread had no processor in between."""
+    """However long the thread was not scheduled in between."""
     link, far = pair
     other, row = Link(far, 60), bytearray(100)
     always = threading.Event()

@@ -90,7 +90,7 @@ STATES = [
 
 @valuewise(state=STATES, schedule=SCHEDULES)
 def test_nothing_of_its_last_owner_stays_in_a_block(state, schedule):
-    """Blocks of random bits; a state that stays in its block is written, and nothing else is."""
+    """Blocks hold random bits; only states that stay in their blocks are written."""
     name, channels, state_bytes, used = state
     kind, taps, dtype, state_dtype, start = CASES[name]
     rng = np.random.default_rng(channels)
@@ -147,7 +147,7 @@ def run_alone(kind, layer, rng, sizes, inputs, weight, bias):
 
 @pytest.mark.parametrize("name", [pytest.param("on into V", marks=pytest.mark.more), "codes"])
 def test_a_row_gives_the_same_bits_as_whatever_it_is_computed(name):
-    """Alone, in a prompt, as a draft; its state read, or replayed from rows that were kept."""
+    """Alone, in a prompt or as a draft; from a read state or from kept rows."""
     kind, taps, dtype, *_ = CASES[name]
     rng = np.random.default_rng(1)
     given = (
@@ -168,7 +168,7 @@ def test_a_row_gives_the_same_bits_as_whatever_it_is_computed(name):
 
 
 def test_what_is_not_applied_is_not_looked_at():
-    """NaN in kept rows that were rejected and in foreign blocks changes nothing."""
+    """NaN in rejected kept rows and in foreign blocks changes nothing."""
     kind, taps, dtype, _, start = CASES["on into V"]
     rng = np.random.default_rng(3)
     part = StatePart(start, (taps - 1, CHANNELS), F32)

@@ -153,7 +153,7 @@ def test_any_order_of_threads_moves_the_same_and_no_byte_more(kind, schedule):
 @pytest.mark.slow
 @pytest.mark.heavy
 def test_offsets_beyond_32_bits_are_written_and_read():
-    """A pool of more than 2^32 elements: head 1 begins beyond what 32 bits can count."""
+    """In a pool of more than 2^32 elements, head 1 starts beyond what 32 bits can count."""
     num_blocks = 2**21
     pool = mx.zeros((2, num_blocks, 16, 80), FP8)
     scales = mx.zeros((2, num_blocks, 16), mx.bfloat16)

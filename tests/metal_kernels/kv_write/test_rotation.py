@@ -76,7 +76,7 @@ def test_rows_turn_as_the_formula_says(name, schedule):
     ],
 )
 def test_what_is_kept_is_what_mlx_rotates_then_writes(name):
-    """Within a rounding: a sine of MLX's CPU backend may differ in its last bit."""
+    """Within a rounding: MLX's CPU sine may differ in its last bit."""
     case = Rotating(*KINDS[name], slots=[7, 2, 33])
     with kernel.using(metal_interpreter.metal_kernel):
         case.write()
@@ -92,7 +92,7 @@ def test_what_is_kept_is_what_mlx_rotates_then_writes(name):
     "pool_dtype", [F16, FP8, pytest.param(INT8, marks=pytest.mark.more)], ids=str
 )
 def test_position_zero_and_no_rotation_are_written_alike(pool_dtype):
-    """To the bit: what is not turned passes through unchanged."""
+    """To the bit: unrotated rows pass through unchanged."""
     case = Rotating((64, 64), F16, pool_dtype, RotationKind(64), slots=[1, 9, 30])
     other = Rotating((64, 64), F16, pool_dtype, RotationKind(64), slots=[1, 9, 30])
     case.positions = mx.zeros(3, mx.int32)
@@ -106,7 +106,7 @@ def test_position_zero_and_no_rotation_are_written_alike(pool_dtype):
 
 
 def test_every_frequency_of_mlx_lms_ropes():
-    """Each of them, on the very arrays that its `mx.fast.rope` is called with."""
+    """Uses the arrays that mlx-lm passes to `mx.fast.rope`."""
     long = {"original_max_position_embeddings": 64, "short_factor": [1.0] * 16}
     scalings = [
         None,

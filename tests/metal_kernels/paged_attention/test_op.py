@@ -250,7 +250,7 @@ def test_rows_of_a_bidirectional_block_see_each_other(name):
 
 @pytest.mark.parametrize("num_rows", [1, 20], ids=["decode", "prefill"])
 def test_an_empty_part_of_a_context_counts_for_nothing(num_rows):
-    """The last part of the context begins where the request has ended."""
+    """The context's last part starts where the request has ended."""
     shape = AttentionShape(2, 1, 64, 64)
     batch = make_batch(np.random.default_rng(1), [(512 - num_rows, num_rows)], shape, mx.float16)
     checker = Checker("forward")
@@ -293,7 +293,7 @@ def _more(*values):
 def test_a_row_alone_equals_the_same_row_among_drafts_to_the_bit(
     shape, dtype, cache, window, before, rows
 ):
-    """Whatever their number, and whoever else verifies drafts in the step."""
+    """With any number of drafts, and any other requests that verify drafts."""
     rng = np.random.default_rng(6)
     batch = make_batch(rng, [(before, rows), (9, 1)], shape, dtype, cache)
     with kernel.using(metal_kernel):
@@ -308,7 +308,7 @@ def test_a_row_alone_equals_the_same_row_among_drafts_to_the_bit(
     [pytest.param(Splits(fixed=256), id="fixed"), pytest.param(DEFAULT, id="not", marks=MORE)],
 )
 def test_with_fixed_parts_so_it_does_in_more_rows_than_a_tile_holds(splits):
-    """Here 48 packed rows of 8 heads, of which the default leaves a tile of 64 to prefill."""
+    """Packs 48 rows of 8 heads, which by default would leave tiles of 64 to prefill."""
     batch = make_batch(
         np.random.default_rng(6), [(270, 6), (9, 1)], AttentionShape(8, 1, 64, 64), mx.float16
     )
@@ -332,7 +332,7 @@ def test_with_fixed_parts_so_it_does_in_more_rows_than_a_tile_holds(splits):
     ids=str,
 )
 def test_what_lies_before_the_window_changes_nothing(kind, cache):
-    """NaN, as whoever had a block before may have left it; not even zeros times NaN."""
+    """A block's last owner may have left NaN; not even zeros times NaN may count."""
     window, shape = 7, AttentionShape(4, 2, 64, 64)
     steps = [(before + 30, rows) for before, rows in STEPS[kind]]
     batch = make_batch(np.random.default_rng(7), steps, shape, mx.float16, cache)
@@ -383,7 +383,7 @@ def test_the_reference_agrees(kind):
 @pytest.mark.slow
 @pytest.mark.heavy
 def test_pools_past_the_range_of_32_bits():
-    """Slots whose elements lie beyond 2^32, as values of both K and V."""
+    """Uses slots with K and V elements beyond 2^32."""
     num_blocks = 2**32 // (16 * 64) + 4
     pool = mx.zeros((1, num_blocks, 16, 64), mx.int8)
     scales = mx.zeros((1, num_blocks, 16), mx.bfloat16)

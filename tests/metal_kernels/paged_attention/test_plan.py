@@ -61,7 +61,7 @@ def rows_of_parts(dispatch):
     share=st.sampled_from([1.0, 0.7, 0.2, 0.01]),
 )
 def test_every_row_sees_its_context_once(requests, shape, window, share):
-    """Whether one dispatch takes them or, with a share of its work as the bound, several."""
+    """In one dispatch, or in several if a share of the work is the bound."""
     counts = np.array([rows for _, rows in requests], np.int32)
     seq_lens = counts + np.array([before for before, _ in requests], np.int32)
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -110,7 +110,7 @@ def test_every_row_sees_its_context_once(requests, shape, window, share):
 
 
 def test_decode_steps_keep_their_shapes_while_contexts_grow():
-    """So that the graph of one step serves for the next: block tables, tiles and parts."""
+    """The next step reuses the graph: block tables, tiles and parts keep their sizes."""
 
     def shapes(seq_lens):
         starts = np.arange(len(seq_lens) + 1, dtype=np.int32)
@@ -143,7 +143,7 @@ def test_verify_windows_of_any_length_share_one_dispatch_with_decodes():
     ids=str,
 )
 def test_a_neighbor_moves_nobody_to_another_kernel(shape, decoded, tiles):
-    """Which kernel serves a request depends on its own rows alone; decode takes so many."""
+    """A request's kernel depends on its own number of rows alone."""
     for rows in range(1, 20):
         for neighbor in (1, 5, 64):
             starts = np.array([0, rows, rows + neighbor], np.int32)
@@ -257,7 +257,7 @@ def test_what_a_plan_launches_is_tried_and_checked_before_it_serves(requests, sh
 
 
 def test_a_tile_that_reaches_into_a_second_row_is_tried_in_parts():
-    """Where none of one row is split: it sees a key less."""
+    """A tile of one row sees one key less and is not split."""
     shape, window, table = AttentionShape(71, 1, 64, 64), 253, np.zeros((1, 17), np.int32)
     made = plan(np.array([0, 9], np.int32), np.array([257], np.int32), table, shape, window)
     every = trials(shape, window, Tiles.for_layer(shape, window))

@@ -59,7 +59,7 @@ POOLS = {
 
 @pairwise(pool=list(POOLS), window=[None, 24, 90, 1], with_sinks=[False, True])
 def test_rows_attend_as_the_formula_says_beside_nan(tiles, pool, window, with_sinks):
-    """NaN in every slot that no request has; MLX's kernel reads whole tiles all the same."""
+    """Slots without a request hold NaN, and MLX's kernel reads whole tiles."""
     shape, cache, block_size = POOLS[pool]
     sinks = mx.array([0.5, -1.0, 2.0, 0.0]) if with_sinks else None
     batch = batch_of(shape=shape, cache=cache, block_size=block_size)
@@ -85,7 +85,7 @@ def test_the_double_shows_what_the_zeros_are_for(tiles, monkeypatch, window):
 
 @valuewise(dtype=[mx.float32, mx.float16, mx.bfloat16], window=[None, 24, 90])
 def test_mlx_answers_as_the_formula_does(dtype, window):
-    """By MLX's own attention, where sums are float32."""
+    """MLX's own attention sums in float32."""
     batch = batch_of(dtype=dtype)
     found, _ = attend(batch, window)
     tolerance = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}[dtype]
@@ -93,7 +93,7 @@ def test_mlx_answers_as_the_formula_does(dtype, window):
 
 
 def test_what_mlx_has_a_fused_kernel_for_is_not_plain(monkeypatch):
-    """By what the GPU's kernels take, in place of a GPU; a CPU has none and needs none."""
+    """States what the GPU's kernels accept, because a CPU has none."""
     wide = AttentionShape(4, 2, 512, 512)
     assert not fused.is_plain(wide, mx.float16, None)
     gpu = SimpleNamespace(type=mx.DeviceType.gpu)
@@ -124,7 +124,7 @@ PLAIN = {
 def test_plain_operations_answer_as_the_formula_does(
     monkeypatch, layer, window, with_sinks, most, dtype
 ):
-    """Beside NaN in every slot that no request has, in as many calls as the scores allow."""
+    """Beside NaN in free slots, in as many calls as the scores allow."""
     shape, softcap, cache, block_size = PLAIN[layer]
     monkeypatch.setattr(prompts, "is_plain", lambda *_: True)
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", None)
@@ -154,7 +154,7 @@ def test_plain_operations_answer_as_the_formula_does(
 
 
 def test_what_lies_before_a_window_is_not_read(tiles):
-    """Freed blocks, and the head of the first block that is seen."""
+    """Freed blocks, and the start of the first visible block."""
     window, requests = 24, [(150, 20)]
     batch = batch_of(requests)
     wanted = expected(batch, 0.1, window)
@@ -191,7 +191,7 @@ def test_calls_have_no_more_rows_than_a_window_or_their_work_allows(window, most
 
 @pytest.mark.parametrize("window", [None, 17, 128])
 def test_no_kernel_is_forced_for_rows_so_few_that_mlx_may_have_none(window):
-    """It then raises: it judges its kernel for up to eight rows, of 32 query rows at most."""
+    """MLX would raise: for up to eight rows, it takes at most 32 query rows."""
     for num_rows in range(17, 400, 5):
         starts, lens = np.array([0, num_rows], np.int32), np.array([num_rows + 300], np.int32)
         table = np.zeros((1, 50), np.int32)
@@ -220,7 +220,7 @@ def test_heads_have_their_contexts_in_turns_past_a_bound(monkeypatch, window):
 
 @pytest.mark.parametrize(("rows", "group"), [(64, 1), (200, 1), (64, 4)])
 def test_a_context_is_read_once_and_written_once(rows, group, monkeypatch):
-    """By all calls together: what is moved is twice the context, beside the rows' own."""
+    """All calls together move twice the context, and their own rows."""
     monkeypatch.setattr(prompts, "MAX_SCORES", 64 * (500 + rows))
     shape = AttentionShape(2 * group, 2, 128, 128)
     batch = batch_of([(500, rows)], shape, mx.float16)

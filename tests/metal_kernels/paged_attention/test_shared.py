@@ -89,7 +89,7 @@ def check_features(rng, shape, dtype, cache_dtype):
 
 
 def test_every_feature():
-    """Of each in its own schedule; of codes, whose scales are read by each row's tiles."""
+    """Runs each in its own schedule, over codes; each row's tiles read their scales."""
     check_features(np.random.default_rng(2), AttentionShape(4, 2, 64, 64), mx.float16, mx.uint8)
 
 
@@ -236,7 +236,7 @@ def decoding(lens, common, shape=SHAPE, tables=None, **options):
 
 
 def test_a_beginning_is_shared_from_the_threshold_on():
-    """Eight tiles of a query row read it apart, one reads it shared."""
+    """Eight tiles of a query row read it separately, and one reads it shared."""
     least = Tiles.for_layer(SHAPE).shared
     common = -(-least // 7 // 16) * 16
     assert decoding([2000] * 8, common).shared is not None
@@ -264,7 +264,7 @@ def test_nothing_is_shared_where_it_is_not_wanted_or_saves_nothing(options):
 
 
 def test_a_row_is_part_of_what_a_request_shares_only_where_all_its_rows_see_it():
-    """Blocks that a request's own row, or one that may lie further before, does not see whole."""
+    """Leaves out blocks that a request's row, or its earliest possible one, sees in part."""
     batch = make_batch(
         np.random.default_rng(0), [(600, 1)] * 8, SHAPE, mx.float16, alike=[(range(8), 37)]
     )
@@ -305,7 +305,7 @@ def test_a_step_without_shared_prefixes_is_planned_as_ever():
 
 
 def test_shapes_stay_while_the_requests_that_share_grow():
-    """So that the graph of one step serves for the next, with its arrays."""
+    """The next step reuses the graph with its arrays."""
     lens = np.array([900, 1350, 1200, 800, 1700, 2000, 1000, 1010])
 
     def arrays(step):

@@ -76,7 +76,7 @@ def test_long_contexts_beside_short_ones_keep_nobody_waiting(cores, lens):
 
 
 def test_contexts_are_split_where_the_reduction_costs_less_than_it_saves():
-    """By simulation of both: nothing is lost by the choice but a sixth, and little on average."""
+    """By simulation, the choice loses a sixth at most, and little on average."""
     rng, lost = np.random.default_rng(1), []
     for _ in range(100):
         (lens, heads), cores = random_batch(rng), int(rng.choice(CORES))
@@ -113,7 +113,7 @@ LARGE_STEPS = {
 @pytest.mark.parametrize("name", LARGE_STEPS)
 @pytest.mark.parametrize("cores", [8, 80])
 def test_results_of_parts_take_little_memory(name, cores):
-    """For no budget knows of them: as much as is meant, or twice where lengths fall badly."""
+    """No budget counts them: they take as planned, or twice that for the worst lengths."""
     requests, shape = LARGE_STEPS[name]
     counts = np.array([rows for _, rows in requests], np.int32)
     lens = counts + np.array([before for before, _ in requests], np.int32)
@@ -142,7 +142,7 @@ def test_a_row_s_parts_are_joined_by_as_many_simdgroups_as_pay(rows, parts, size
 
 
 def test_a_row_s_parts_are_joined_alike_by_any_number_of_simdgroups():
-    """To the bit, and whatever others have: the second request's parts are a walk's alone."""
+    """To the bit, and for any other requests; one walk has the second's parts alone."""
     requests = [(1500, 1), (150, 1)]
     shape = AttentionShape(4, 2, 256, 256)  # two parts a round
     batch = make_batch(np.random.default_rng(0), requests, shape, mx.float16)
@@ -176,7 +176,7 @@ FEW = {  # cores, requests, K/V heads, group; whether their tiles have 512 threa
 
 @pytest.mark.parametrize("name", FEW)
 def test_few_short_contexts_are_walked_by_more_threads(name):
-    """Of 32 to 64 keys a round: which ones says their number and the GPU's size alone."""
+    """Rounds of 32 to 64 keys, by the number of contexts and the GPU's size alone."""
     cores, lens, heads, group, wide = FEW[name]
     splits = Splits.of_gpu(cores)
     (dispatch,) = decode_plan(lens, heads, group, splits=splits).dispatches

@@ -53,7 +53,7 @@ def test_verify_windows(group, rows):
     ],
 )
 def test_shared_prefixes_are_read_once(group, batch, rows, context, common, dtype):
-    """The rows of as many requests as the largest tile takes."""
+    """The largest tile takes the rows of that many requests."""
     shape = AttentionShape(2 * group, 2, 64, 64)
     work = Workload("", shape, batch, rows, context, dtype, common)
     figures = measure(work)

@@ -110,7 +110,7 @@ def rows_of(rows, start, stop):
     ],
 )
 def test_a_row_gives_the_same_bits_as_whatever_it_is_computed(name):
-    """Alone, in a prompt, as a draft; its state read, or replayed from a row that was kept."""
+    """Alone, in a prompt or as a draft; from a read state or from a kept row."""
     kind, layer = CASES[name]
     rng = np.random.default_rng(1)
     queries, inputs = layer.draw(rng, 9)
@@ -150,7 +150,7 @@ def test_a_row_gives_the_same_bits_as_whatever_it_is_computed(name):
     "name", ["delta, keys", pytest.param("states, rates", marks=pytest.mark.more)]
 )
 def test_what_is_not_applied_is_not_looked_at(name):
-    """NaN in kept rows that were rejected and in foreign blocks changes nothing."""
+    """NaN in rejected kept rows and in foreign blocks changes nothing."""
     kind, layer = CASES[name]
     rng = np.random.default_rng(3)
     queries, inputs = layer.draw(rng, 3)

@@ -57,7 +57,7 @@ def test_fp8_codes_of_all_finite_halves(tmp_path):
 
 
 def test_fp8_codes_around_the_middle_between_two_codes(tmp_path):
-    """Half way rounds to even; the next float to either side does not."""
+    """Half way rounds to even; the next floats on either side do not."""
     codes = np.arange(0x7F, dtype=np.uint8)
     numbers = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
     halfway = (numbers[1:] + numbers[:-1]) / 2

@@ -82,7 +82,7 @@ LENGTHS = (256, 512, 1024, 2048, 4096)
 
 @pytest.mark.parametrize("first", [*LENGTHS, None])
 def test_the_planted_length_of_shared_prefixes_is_found(first):
-    """By default seven tiles need not read 1024 positions, which is the first to save 4096 keys."""
+    """Seven tiles share from 1024 positions, which is the first length to save 4096 keys."""
 
     def seconds(variant: shared.Variant) -> float:
         wins = first is not None and variant.common >= first

@@ -30,7 +30,7 @@ def test_a_planted_optimum_is_found_in_noise(best, current):
 
 @pytest.mark.parametrize("gain", [1.0, 1.02, 1.04])
 def test_no_change_under_5_per_cent_is_taken_in_noise(gain):
-    """All but the current one are faster by so much: whichever seems best would be a change."""
+    """All others are faster by that much, so the best-looking one would be a change."""
     for seed in range(100):
         machine = Machine(seed, noise=0.1)
         found = best_of(
@@ -50,7 +50,7 @@ def test_a_quiet_machines_changes_count_from_5_per_cent_on(gain, taken):
 
 
 def test_a_gain_in_one_order_alone_is_none():
-    """The second of a pair is faster, whichever it is: a clock that rises."""
+    """The clock rises, so the second of a pair is always faster."""
     times = iter([1.3, 1.0, 1.3, 1.2])
     assert not duel(lambda v: Timing(v, (next(times),) * 5), "a", "b").clear
     order = []

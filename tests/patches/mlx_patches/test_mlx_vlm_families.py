@@ -29,7 +29,7 @@ print(json.dumps([modules, now() == before]))
 
 @pytest.mark.more
 def test_a_process_stays_as_it_is():
-    """In a process of its own: others of this one may have imported mlx-vlm already."""
+    """Starts a process, because this one may have imported mlx-vlm already."""
     ran = subprocess.run(
         [sys.executable, "-c", _CHANGES], capture_output=True, text=True, check=True
     )

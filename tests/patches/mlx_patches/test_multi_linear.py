@@ -69,7 +69,7 @@ def test_dtypes_stay(dtype):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_latents_become_keys_as_before(mode):
-    """A sequence of mlx-lm's own is no step's rows; neither are latents that all heads read."""
+    """A sequence of mlx-lm's own, or latents that all heads read, are not a step's rows."""
     layer = projection(mode)
     for shape in ((1, HEADS, 5, INPUTS), (2, HEADS, 5, INPUTS), (4, 1, 1, INPUTS)):
         x = mx.random.normal(shape, key=mx.random.key(4))

@@ -111,7 +111,7 @@ OTHERWISE = ("recurrent_gemma", "nemotron_h")
 @pytest.mark.slow
 @pytest.mark.parametrize("module", [name for name in SHOWN if name not in OTHERWISE])
 def test_mlx_lm_needs_the_patch(published, module):
-    """Once this fails, delete the patch."""
+    """Delete the patch once this fails."""
     folder, prompts, expected = published(module)
     try:
         model = own_model(folder, module)
@@ -123,7 +123,7 @@ def test_mlx_lm_needs_the_patch(published, module):
 
 @pytest.mark.slow
 def test_mlx_lm_knows_the_first_token_of_recurrent_gemma_by_an_empty_cache(published):
-    """Once this fails, delete the patch: states of zeros say the same."""
+    """Delete the patch once this fails: states of zeros say the same."""
     folder, prompts, _ = published("recurrent_gemma")
     model = own_model(folder, "recurrent_gemma")
     prompt = mx.array([prompts[0]])

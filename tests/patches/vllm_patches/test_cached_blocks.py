@@ -14,7 +14,7 @@ def key_of(number):
 
 
 def test_changes_add_up_to_what_the_pool_has():
-    """Two blocks of one key, blocks that are given to others, resets, and none of these."""
+    """Has two blocks with one key, blocks that change owners, and resets."""
     rng, pool = random.Random(8), BlockPool(20, True, 16)
     blocks, known, held = CachedBlocks(pool), {}, []
     for _ in range(400):

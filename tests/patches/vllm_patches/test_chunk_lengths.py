@@ -101,7 +101,7 @@ def test_steps_keep_to_the_bound_and_use_it(name, lag):
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_first_long_prompt_is_within_the_bound_from_its_first_steps(name):
-    """A token of a short prompt seems dear, so that lengths grow from below."""
+    """A short prompt's token seems expensive, so lengths grow from below."""
     engine = Engine(MACHINES[name])
     engine.alone(20)
     engine.decode(1, 10)
@@ -168,7 +168,7 @@ def test_the_lengths_follow_the_machine():
 
 
 def test_what_decoding_takes_is_known_though_prompts_never_end():
-    """Streams join one by one while prompts wait; no step would only decode by itself."""
+    """Streams join one by one while prompts wait, so no step only decodes."""
     engine = Engine(MACHINES["slow"])
     engine.alone(200)
     for rows in (1, 2, 4, 8, 16, 32):
@@ -190,7 +190,7 @@ def test_short_prompts_tell_nothing_of_long_ones():
 
 
 def test_a_chunk_that_seems_to_cost_nothing_does_not_lift_the_limit():
-    """At a context that is new, a step with a chunk was faster than those that only decode."""
+    """At a new context, a step with a chunk was faster than steps that only decode."""
     lengths = ChunkLengths(0.06, SHORTEST)
     lengths.observe(StepWork(0, 500, 0), 0.5)
     for _ in range(5):

@@ -139,7 +139,7 @@ class Sync(core_client.SyncMPClient):
 
 @pytest.mark.parametrize("wait", [Sync.reset_mm_cache, Sync.get_output])
 def test_who_waits_for_an_engine_that_ends_is_told(wait):
-    """As an `LLM` does, whose user interrupts it at the end of its start."""
+    """An `LLM` waits like this if the user interrupts it at the end of its start."""
     engine_links.notice_lost_links()
     client, raised = Sync(), queue.Queue()
 

@@ -52,7 +52,7 @@ def mistakes(read, body):
 
 @pytest.mark.parametrize(("model", "fields", "name", "item"), WRONG)
 def test_many_mistakes_cost_no_more_than_one(model, fields, name, item):
-    """Also for FastAPI, which reads bodies with an adapter of the class."""
+    """Also for FastAPI, which parses bodies with an adapter of the class."""
     for read in (model.model_validate, TypeAdapter(model).validate_python):
         one, many = (mistakes(read, fields | {name: [item] * count}) for count in (1, 1000))
         assert many == one

@@ -183,7 +183,7 @@ def test_an_application_can_hang_up_on_a_client_that_does_not_read(server):
 
 @pytest.mark.parametrize("close", [True, False])
 def test_a_client_that_takes_nothing_of_its_answer_is_hung_up_on(monkeypatch, close):
-    """The application has ended long before: it gave all of the answer to the server."""
+    """The application ended long before, with the whole answer at the server."""
     monkeypatch.setattr(http_protocol, "SEND_TIMEOUT_S", 0.2)
     asked = request(close=close).replace(b"/ ", b"/long ")
     with running() as (address, app):

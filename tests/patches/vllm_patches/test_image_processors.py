@@ -111,7 +111,7 @@ def test_an_image_is_named_by_what_it_shows(front):
 
 
 def test_an_image_belongs_to_its_owner(front):
-    """In vLLM's processor cache, too: a name of another owner's finds nothing there."""
+    """vLLM's processor cache must not find it by another owner's name."""
     text, shown = front.family.image, {"image": [IMAGES[0]]}
 
     def named(data=shown, owner=None, uuid=None, **more):

@@ -119,7 +119,7 @@ def test_addresses_of_images_are_not_logged(quoting):
 
 @pytest.mark.parametrize(("name", "beginnings"), REDACTED.items())
 def test_vllm_has_the_messages_that_are_changed(name, beginnings):
-    """Each logger has its module's name; uvicorn's have none, and are in its protocols."""
+    """vLLM's loggers have their modules' names; uvicorn's messages are in its protocols."""
     module = "uvicorn.protocols.http.httptools_impl" if name.startswith("uvicorn") else name
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None

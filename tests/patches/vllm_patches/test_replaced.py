@@ -123,7 +123,7 @@ def test_vllm_has_what_is_replaced(path):
 
 
 def test_each_change_says_when_to_remove_it():
-    """And against which release that was read; docs/compatibility.md describes the same modules."""
+    """It also names the release that was read, and docs/compatibility.md lists its module."""
     changing, noted = set(), {}
     for path in (ROOT / "patches" / "vllm_patches").glob("*.py"):
         lines = path.read_text().splitlines()

@@ -47,7 +47,7 @@ def test_two_changes_of_one_function(theirs):
 
 
 def test_the_last_of_several_closures_counts(theirs):
-    """As where two engines of a process have other settings."""
+    """Two engines of a process may have different settings."""
 
     def start(settings):
         def scaled(original, self, number):
@@ -68,7 +68,7 @@ def test_the_replacement_looks_like_the_original(theirs):
 
 
 def test_a_decorator_of_theirs_does_not_pass_for_ours(theirs):
-    """It sets `__wrapped__`, as functools.wraps does."""
+    """It sets `__wrapped__`, like functools.wraps."""
     plain = theirs.double
     theirs.double = functools.wraps(plain)(lambda self, number: plain(self, number) * 10)
     for _ in range(2):

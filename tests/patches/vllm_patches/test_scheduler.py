@@ -23,7 +23,7 @@ def scheduler(tmp_path_factory):
 
 @pytest.mark.parametrize(("salt", "expected"), [("pepper", "pepper"), (None, None), ("", None)])
 def test_the_worker_is_told_of_it(scheduler, salt, expected):
-    """Nothing that a client may write into its parameters passes for a salt."""
+    """A client's own parameters never pass for a salt."""
     params = SamplingParams(extra_args={"cache_salt": "forged", "mine": [1]})
     before = repr(params)
     request = Request(f"of {salt!r}", [1, 2], params, None, cache_salt=salt)

@@ -42,7 +42,7 @@ def test_an_engine_notes_that_it_was_told(died):
 
 
 def test_an_engine_that_was_never_whole_ends_without_another_error():
-    """vLLM's `__del__` shuts it down: an error there would be the last of a start that failed."""
+    """vLLM's `__del__` shuts it down, and its error would hide the failed start's."""
     engine = AsyncLLM.__new__(AsyncLLM)
     engine.shutdown()
     assert not engine.told_to_stop

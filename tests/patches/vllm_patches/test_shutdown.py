@@ -21,7 +21,7 @@ from vllm_metal.patches.vllm_patches import shutdown
     ],
 )
 def test_an_engine_gets_time_to_end_and_on_a_mac_more(system, variable, asked, given, monkeypatch):
-    """Where --shutdown-timeout is not set; a Mac may lose what a killed process had wired."""
+    """By default: a Mac may lose memory that a killed process had wired."""
     monkeypatch.delenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", raising=False)
     if variable is not None:
         monkeypatch.setenv("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", variable)

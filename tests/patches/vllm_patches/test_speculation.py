@@ -39,7 +39,7 @@ def test_what_else_is_wrong_with_them_is_still_said(config):
 
 
 def test_other_refusals_stay(config, monkeypatch):
-    """A vLLM may refuse one more parameter beside speculation."""
+    """vLLM may reject another parameter beside speculation."""
 
     def refuse(self, speculative_config):
         if self.min_p or self.logit_bias or self.presence_penalty:

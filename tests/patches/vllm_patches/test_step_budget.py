@@ -149,7 +149,7 @@ def test_time_in_which_nothing_ran_is_not_a_step_s(start):
 
 
 def test_a_stream_behind_a_prompt_gets_its_row(start):
-    """Where a prompt may take a part of a step only, others come to decode behind it."""
+    """Others decode behind a prompt that may take only a part of a step."""
     engine = start(long_prefill_token_threshold=40)
     warm(engine)
     engine.add("long", 240)
@@ -216,7 +216,7 @@ def is_whole(ends, at, count):
 
 
 def test_an_image_that_a_chunk_begins_with_is_not_cut(images):
-    """Two prompts at once: the second's image begins where the rest of a step ends."""
+    """Of two prompts, the second's image starts where the rest of a step ends."""
     whole, name = RequestOutputKind.FINAL_ONLY, "shown"
     images.add("text", 100, whole)
     images.add(name, 70, whole, images=[(0, 63)])
@@ -225,7 +225,7 @@ def test_an_image_that_a_chunk_begins_with_is_not_cut(images):
 
 @pytest.mark.parametrize("at", [0, 5, 40])
 def test_an_image_is_not_cut_beside_a_stream(images, at):
-    """It takes longer than max_step_ms allows, and is not put off for ever either."""
+    """It takes longer than max_step_ms, but is not deferred for ever either."""
     images.add("stream", 3)
     images.steps(6)
     images.add("shown", at + 110, images=[(at, 100)])

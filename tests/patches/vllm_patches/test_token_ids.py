@@ -92,7 +92,7 @@ def test_parameters(generate, parameter, known, unknown):
 
 
 def test_places_of_images_may_have_any_token(tmp_path):
-    """In an image's place comes what a tower computes; text between its rows is embedded."""
+    """A tower computes an image's place; text between its rows is embedded."""
     processor = make_processor(tmp_path, tokenizer=True)
     processor.mm_encoder_cache_size = 8  # of a model that takes images
     rows = PlaceholderRange(offset=1, length=3, is_embed=torch.tensor([True, False, True]))

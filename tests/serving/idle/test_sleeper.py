@@ -274,7 +274,7 @@ ACTIONS = st.one_of(
 
 @given(st.lists(ACTIONS, max_size=12))
 def test_whatever_happens_at_whatever_moment(actions):
-    """Nothing wrong is asked of the engine, every request ends, and at last the engine sleeps."""
+    """The engine gets no wrong call, every request ends, and at last the engine sleeps."""
 
     async def act(sleeper, engine, what, at, value):
         await asyncio.sleep(at)

@@ -37,7 +37,7 @@ def test_vllm_registers_every_parser_of_the_table():
     ],
 )
 def test_a_rule_asks_for_all_tokens_that_its_parser_cannot_be_made_without(get, rules):
-    """Otherwise a choice would end a start that went well without it."""
+    """Otherwise a choice would fail a start that worked without it."""
     for rule in rules:
         made = turns.tokenizer(rule.tokens, "".join(rule.markers))
         get(rule.parser)(made)
@@ -50,7 +50,7 @@ def test_a_model_without_the_tokens_gets_no_parser_that_needs_them():
 
 
 def test_a_parser_whose_package_is_not_installed_is_not_chosen(monkeypatch):
-    """vLLM's Cohere parsers end a start without it."""
+    """vLLM's Cohere parsers fail the start without it."""
     template = "<|START_ACTION|>{{ tools }}"
     monkeypatch.setattr("vllm_metal.serving.parsers.choice.find_spec", {"cohere_melody": 1}.get)
     assert "cohere_command3" in flags(template)
@@ -88,7 +88,7 @@ def test_what_a_chosen_parser_does_wrong_is_said():
 
 
 def test_other_tags_around_calls_are_no_hermes():
-    """As Apriel's, which writes a list between <tool_calls>."""
+    """Apriel's template writes a list between <tool_calls>."""
     template = "<tool_call> {{ arguments }} </tool_call>"
     assert "hermes" in flags(template)
     assert flags(template + "<tool_calls>[]</tool_calls>") == ""

@@ -77,7 +77,7 @@ def test_tokens_are_found_as_json_writes_them(folder):
 
 
 def test_defaults_of_sampling_are_those_that_vllm_takes(folder):
-    """`do_sample` and ids of tokens are no defaults of requests."""
+    """`do_sample` and token ids are no request defaults."""
     from vllm.config import ModelConfig
 
     written = {"temperature": 0.6, "top_k": 20, "do_sample": True, "eos_token_id": 2}

@@ -77,7 +77,7 @@ def test_what_a_user_says_stays(served):
 
 
 def test_tool_choice_without_a_parser_gets_one(served):
-    """vLLM refuses the flag alone."""
+    """vLLM rejects the flag alone."""
     assert served("--enable-auto-tool-choice") == ("hermes", True, "qwen3")
 
 

@@ -55,7 +55,7 @@ def test_templates(template, expected):
 
 @pytest.mark.parametrize("speaks", ["<think>", ""])
 def test_a_template_without_an_end_is_an_error(monkeypatch, speaks):
-    """It would hold up a start for ever, or take all memory; so would vLLM's warm-up."""
+    """It would hang the start or use up all memory; so would vLLM's warm-up."""
     with pytest.raises(EndlessTemplate, match="--chat-template"):
         of_unknown_template(speaks + "{{ 'a' * 20000000000 }}")
     monkeypatch.setattr(thinking, "SECONDS", 0.2)

@@ -84,7 +84,7 @@ def test_streams_and_whole_answers_are_kept_apart(tmp_path, path):
 
 
 def test_streams_are_kept_apart_by_the_usage_in_them(tmp_path):
-    """As vLLM reads the options, however they are written."""
+    """vLLM reads the options the same, in any spelling."""
 
     async def scenario(gate, keys, app):
         def stream(**options):
@@ -222,7 +222,7 @@ def test_no_tenant_gets_anothers_answer(tmp_path, stream):
 
 
 def test_an_answer_under_another_key_is_no_answer(tmp_path):
-    """Whoever can write into the store cannot give one tenant's answer to another."""
+    """Write access to the store does not move an answer to another tenant."""
 
     async def scenario(gate, keys, app):
         await ask(gate, fields=CHAT, key=keys["acme"])
@@ -456,7 +456,7 @@ def test_answers_outlive_the_server_and_not_a_change_of_the_model(tmp_path):
     ("number", "least"), [(300, 10), pytest.param(1000, 150, marks=pytest.mark.more)]
 )
 def test_mixed_requests_get_no_wrong_answer(tmp_path, number, least):
-    """Against the double itself, which is asked each time."""
+    """Asks the double itself each time to compare."""
 
     async def scenario(gate, keys, app):
         rng = random.Random(14)

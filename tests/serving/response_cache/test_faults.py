@@ -209,7 +209,7 @@ def small_files(folder):
     [("tmp_path", small_files), pytest.param("disk", no_room, marks=pytest.mark.more)],
 )
 def test_a_full_disk(request, tmp_path, place, full, caplog_vllm):
-    """What was kept is still there, new answers are not kept, and that is said once."""
+    """Kept answers stay, new ones are not kept, and one log line says so."""
     folder = request.getfixturevalue(place)
 
     async def scenario(gate):
@@ -337,7 +337,7 @@ def test_planted_answers_are_misses(tmp_path, server, patient):
 
 @needs_redis
 def test_a_tenants_answer_under_anothers_key_is_a_miss(tmp_path, server):
-    """And so is every one that is swapped with another of its own."""
+    """So is an answer under another of the tenant's own keys."""
     _, url, client = server
 
     async def scenario():

@@ -92,7 +92,7 @@ def test_where_a_server_listens_does_not_count(state):
 
 
 def test_images_that_a_key_needs_are_counted_apart():
-    """They are read again for the answer: a request may have as many as without kept answers."""
+    """The answer reads them again, so the cache does not lower a request's limit."""
     memory = media_loading.MEMORY
     fields = {"model": "m", "messages": [{"role": "user", "content": "a"}]}
 

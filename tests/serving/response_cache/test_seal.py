@@ -55,7 +55,7 @@ def test_where_none_can_be_made_answers_last_as_long_as_the_server(tmp_path, cap
 
 
 def test_nobody_without_the_secret_makes_answers(tmp_path):
-    """Those of a server without tenants outlive it; what others put in their place does not."""
+    """Without tenants, answers outlive the server, but others' replacements do not count."""
 
     async def run(number, forge=False):
         gate, _ = make(App(), tmp_path, tenants=())

@@ -64,7 +64,7 @@ asyncio.run(main())
     [1, pytest.param(3, marks=pytest.mark.more), pytest.param(10, marks=pytest.mark.slow)],
 )
 def test_sqlite_survives_kill_9_in_the_middle_of_a_write(tmp_path, times):
-    """What was said to be kept is there, whole, and the file is as SQLite wants it."""
+    """Every confirmed answer is whole, and SQLite finds the file sound."""
     for attempt in range(times):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, tmp_path], stdout=subprocess.PIPE, text=True
@@ -137,7 +137,7 @@ BY_DAY = (("page 0", True), ("page 5", False), ("cut short", True), ("gone", Tru
     ],
 )
 def test_a_damaged_file_heals_within_two_requests(tmp_path, name, while_open):
-    """And what it says meanwhile is what was kept, or nothing."""
+    """Until then it returns what was kept, or nothing."""
     values = {key(n): bytes([n % 251]) * (100 + 97 * n) for n in range(60)}
 
     async def keep(store):
@@ -206,7 +206,7 @@ def test_tables_of_another_version_are_made_anew(tmp_path):
     ],
 )
 def test_the_file_is_hardly_larger_than_its_bytes(tmp_path, length):
-    """With what waits beside it, when it has been full for long."""
+    """With its write-ahead file, after long use at the limit."""
     most = 8 * 10**6
 
     async def scenario(store):

@@ -93,7 +93,7 @@ def test_an_owner_may_be_purged_and_all_may(make, monkeypatch, each):
 
 
 def test_another_process_may_purge_what_a_server_uses(make, patient):
-    """Here another store, as the command has one; answers come in meanwhile."""
+    """Like the command, it has its own store; answers arrive meanwhile."""
 
     async def scenario(store):
         other = make(10**6, 1000.0)

@@ -94,7 +94,7 @@ def test_a_pair_has_two_token_types(made):
 
 
 def test_old_names_and_prefixes_are_read(made, tmp_path):
-    """As Google's files and those of a model for another task have them."""
+    """Google's files and those of models for other tasks have them."""
     reference, folder = made("BertModel")
     arrays = load_file(folder / "model.safetensors")
     old = {

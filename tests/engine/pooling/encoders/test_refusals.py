@@ -70,7 +70,7 @@ def test_an_encoder_gets_its_worker_and_whole_texts(bert):
 
 
 def test_texts_are_no_longer_than_the_table_of_positions(tmp_path):
-    """RoBERTa's first positions are no token's."""
+    """RoBERTa uses its first positions for no token."""
     checkpoints.make("XLMRobertaModel", tmp_path)
     assert configure(tmp_path).model_config.max_model_len == 128
     assert configure(tmp_path, max_model_len=100).model_config.max_model_len == 100

@@ -153,7 +153,7 @@ def test_other_types_are_rounded_or_dense(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", (*gguf_blocks.EXACT, *INEXACT), ids=lambda kind: kind.name)
 def test_another_layout_of_a_type_is_far_away(kind: Kind) -> None:
-    """Values that the blocks have if a factor, a group, the nibbles or the zeros are read wrong."""
+    """Reads a factor, a group, the nibbles or the zeros wrongly."""
     tensor = tensor_of(kind, 7, 512)
     exact = kind in gguf_blocks.EXACT
     made = gguf_blocks.exact(tensor) if exact else gguf_blocks.decoded(tensor, packs=True)

@@ -47,7 +47,7 @@ def test_yarn(changes):
 
 @pytest.mark.parametrize("changes", [{"truncate": False}, {"attention_factor": 1.7}])
 def test_mlx_lm_reads_less_of_yarn(changes):
-    """Once this fails, delete the patch."""
+    """Delete the patch once this fails."""
     registry.install()
     original = rope_utils.initialize_rope.__wrapped__
     rope = original(DIMS, THETA, False, {"type": "yarn", **YARN, **changes}, 512)
