@@ -35,7 +35,7 @@ def folder_of(tmp_path, name="gemma4_text", dtype="float32", changes=None, **opt
 
 
 def check(folder, dtype=mx.float32):
-    """Checks that the model lacks the table's parameter, and its rows equal the loaded ones."""
+    """The model with its table on disk has no such parameter, and its rows are the loaded ones."""
     loaded, served = lazy_model(folder, dtype), lazy_model(folder, dtype, tables=DISK)
     (table,) = tables_of(served)
     ((path, expected),) = [

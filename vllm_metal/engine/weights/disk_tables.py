@@ -113,7 +113,7 @@ class DiskEmbedding(nn.Module):
         self,
         path: str,
         stored: Mapping[str, Header],  # by part: weight, and scales and biases if quantized
-        dtype: mx.Dtype,  # dtype of the result
+        dtype: mx.Dtype,  # of the result
         packing: Mapping[str, Any] | None,  # group_size, bits and mode; None: not quantized
         num_tables: int = 1,  # that share the memory for rows used last
     ) -> None:
