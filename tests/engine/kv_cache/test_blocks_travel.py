@@ -20,7 +20,7 @@ def interpreted():
 
 @valuewise(kind=list(KINDS), dtype=[mx.float16, mx.uint8])
 def test_moving_blocks_never_copies_the_pool(kind, dtype):
-    """Between steps, each with a step in flight that reads the pool, and with writes pending."""
+    """Between steps, with one in flight that reads the pool and pending writes."""
     kv_cache = make(KINDS[kind], dtype, num_blocks=8192 // dtype.size)
     mx.eval(kv_cache.arrays)
     one_array = kv_cache.arrays[0].nbytes

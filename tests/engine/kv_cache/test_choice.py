@@ -54,7 +54,7 @@ def as_on_a_mac(monkeypatch: pytest.MonkeyPatch):
 
 
 def with_more(names, *by_day):
-    """Those that run by day, and the others in CI's second step."""
+    """Marks all but the daily cases for CI's second step."""
     return [
         name if name in by_day else pytest.param(name, marks=pytest.mark.more) for name in names
     ]
@@ -65,7 +65,7 @@ def kv_backend(layers=LAYERS, dtype=mx.bfloat16) -> KVBackend:
 
 
 def found_where(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Case, Check], bool]) -> None:
-    """Has the self-check find so."""
+    """Makes the self-check fail the checks for which `fails` is true."""
 
     def results(cases, tell=None):
         return [
@@ -104,7 +104,7 @@ def test_a_server_checks_all_that_it_launches():
 
 @pytest.mark.parametrize("layer", UNFUSED, ids=["a cap", "latents"])
 def test_prompts_that_mlx_has_nothing_fused_for_go_by_plain_operations(monkeypatch, layer):
-    """Where they were faster; few rows at once, whatever the tuner forces of others."""
+    """They were faster there, and for few rows at once, whatever the tuner found for others."""
     times_are(monkeypatch, {("prefill_way", None): 0.5})
     (case,) = choice.needed_cases([layer], BF16, BF16, 16)
     kept = tuned.Loaded(tuned.Choices(force_fused={str(case): True}))
@@ -187,7 +187,7 @@ def test_contexts_are_cut_as_the_machine_and_the_user_have_it(monkeypatch):
 
 
 def test_plans_obey_the_tuners_file(monkeypatch, tmp_path):
-    """As a start reads it: of one kind of layer tiles and what is shared, how all is cut."""
+    """A start reads tiles and shared prefixes by kind of layer, and splits for all."""
     case, windowed = choice.needed_cases(LAYERS, BF16, BF16, 16)
     kept = tuned.Choices(
         part_cost=500,
@@ -361,7 +361,7 @@ def test_states_alone_are_checked_in_memory_of_their_own():
 @pytest.mark.parametrize("layers", [[*LAYERS, DELTA], [DELTA, SCAN], [*LAYERS, BY_RUNS]])
 @pytest.mark.parametrize("failed", ["convolution", "recurrence", "kv_states"])
 def test_operations_compute_states_where_our_kernels_do_not(monkeypatch, warned, layers, failed):
-    """Of any one kind: layers of all kinds share plans."""
+    """One kind is enough: layers of all kinds share plans."""
     cases = choice.needed_cases(layers, BF16, BF16, 16)
     worst = [case for case in cases if Check(failed) in checks(case)][-1:]
     found_where(monkeypatch, lambda case, one: case in worst and one.kernel == failed)
@@ -380,9 +380,9 @@ def test_operations_compute_states_where_our_kernels_do_not(monkeypatch, warned,
 
 
 def times_are(monkeypatch: pytest.MonkeyPatch, mlx: dict[tuple[str, int | None], float]) -> None:
-    """Has the self-check find all right, and MLX's attention to take so much of the kernels' time.
+    """Makes the self-check pass, and MLX's attention take so much of the kernels' time.
 
-    By choice and window; what is not there could not be timed.
+    `mlx` is by kernel and window; missing times could not be measured.
     """
 
     def results(cases, tell=None):
@@ -522,7 +522,7 @@ def test_kernels_asked_for_by_name_are_not_timed(monkeypatch):
 
 
 def test_prompts_obey_the_tuners_file(monkeypatch, tmp_path):
-    """Rows by contexts, and whether a kernel is forced; of what the self-check found right."""
+    """By rows and contexts, and whether a kernel is forced, among those found right."""
     said: list[str] = []
     monkeypatch.setattr(choice.logger, "info", lambda text, *values: said.append(text % values))
     case, windowed = choice.needed_cases(LAYERS, BF16, BF16, 16)
@@ -591,7 +591,7 @@ def test_the_memory_of_what_is_built_of_latents_is_measured():
 
 @pytest.mark.parametrize("layer", SPARSE, ids=["latents", "index keys"])
 def test_the_memory_of_sparse_attention_is_measured_and_bounded(layer):
-    """At once, scores of 4096 tokens and rows of these would take three times the bound."""
+    """Scores and rows of 4096 tokens at once would take three times the bound."""
     layer = replace(layer, num_heads=64)
     assert layer.gathers(KERNELS) and layer.gathers(SCATTER)
     mx.synchronize()
@@ -622,7 +622,7 @@ def layout(requests: list[tuple[int, int]]) -> StepLayout:
 
 
 def assert_right(chosen: type[LayerKVCache], shape: AttentionShape) -> None:
-    """Decodes, windows, prompts, contexts in parts, whole blocks: all as by MLX's operations."""
+    """Compares decodes, windows, prompts, split contexts and whole blocks with MLX's operations."""
     rows = KVShape(shape.num_kv_heads, shape.head_size, shape.head_size)
     kv_caches = [kind.allocate(48, 16, rows, mx.float32) for kind in (chosen, SCATTER)]
     rng = np.random.default_rng(0)
@@ -700,7 +700,7 @@ def test_a_pipeline_that_takes_fewer_threads_costs_its_tile_only(
 
 
 def test_mlxs_operations_do_not_inherit_the_interpreter(monkeypatch):
-    """Graphs are compiled again after an engine of the same process whose kernels were not."""
+    """Graphs are compiled again after an interpreted engine in the same process."""
     with kernel.using(kernel.named(extras.INTERPRETER)):
         monkeypatch.setenv("VLLM_METAL_KERNELS", "mlx")
         assert choice.kv_backend("cpu", LAYERS, mx.float32, mx.float32, 16) is SCATTER

@@ -78,7 +78,7 @@ STEPS = [
     dtype=[mx.float32, mx.uint8, mx.int8],
 )
 def test_nan_in_what_is_nobodys_changes_no_output(monkeypatch, by_mlx, kind, dtype):
-    """Past each request's end, in freed blocks and beyond windows; MLX reads whole tiles."""
+    """NaN in free slots, freed blocks and beyond windows; MLX reads whole tiles."""
     shape = KVShape(2, 64, 64)
     clean = SCATTER.allocate(BLOCKS, 16, shape, dtype)
     ours = serving(by_mlx).allocate(BLOCKS, 16, shape, dtype)
@@ -97,7 +97,7 @@ def test_nan_in_what_is_nobodys_changes_no_output(monkeypatch, by_mlx, kind, dty
 
 
 def spoil(kv_cache, requests, window):
-    """NaN in every slot that no row of the step sees, before the step writes its own."""
+    """Writes NaN to every slot that no row of the step sees, before the step writes its own."""
     seen = np.zeros((BLOCKS, 16), bool)
     for blocks, before, _ in requests:
         positions = np.arange(0 if window is None else max(before - window + 1, 0), before)
@@ -121,7 +121,7 @@ def attended(kv_cache, kind, seed):
 
 
 def test_heads_in_turns_are_read_in_order(monkeypatch):
-    """Each turn after what the one before made of its own, and all before the next write."""
+    """Each turn reads what the one before wrote, and all before the next write."""
     monkeypatch.setattr(prompts, "GATHERED_AT_ONCE", 1)
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
@@ -133,7 +133,7 @@ def test_heads_in_turns_are_read_in_order(monkeypatch):
 
 
 def test_steps_with_gathered_prompts_end_a_command_buffer_a_layer():
-    """However few rows they have: contexts of all layers would be there at once."""
+    """With any number of rows: otherwise all layers' contexts would exist at once."""
     rows = [([3, 1, 7, 9, 14], 0, 70)]
     for by_mlx, paced in ((ByMLX(), False), (ByMLX(prompts={1: 64}), True)):
         plan = serving(by_mlx).plan(layout_of(rows, pace=Pace()), KINDS[0])

@@ -13,15 +13,15 @@ from vllm_metal.engine.memory.needs import Needs
 from vllm_metal.engine.recurrent.recurrent_state import StateFormat
 
 BF16, F32 = mx.bfloat16, mx.float32
-#: In the shapes of published models: attention layers, their K/V heads and head size; layers with
-#: a state, and its parts.
+#: Published models: attention layers, their K/V heads and head size; recurrent layers, and a
+#: state's parts.
 MODELS = {
     "Qwen3-Next-80B-A3B": (12, 2, 256, 36, [((3, 8192), BF16), ((32, 128, 128), F32)]),
     "Falcon-H1-7B": (44, 2, 128, 44, [((3, 3584), BF16), ((24, 128, 256), F32)]),
     "LFM2-1.2B": (6, 8, 64, 10, [((2, 2048), BF16)]),
     "Granite-4.0-H-Small": (4, 8, 128, 36, [((3, 8448), BF16), ((128, 64, 128), F32)]),
 }
-#: Tokens of a block, of which K/V take at least as much as a state.
+#: Tokens of a block whose K/V take at least as much as a state.
 BLOCKS = {
     "Qwen3-Next-80B-A3B": 1056,
     "Falcon-H1-7B": 3104,

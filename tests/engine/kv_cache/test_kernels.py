@@ -37,12 +37,12 @@ def make(backend, dtype=mx.float32):
 
 
 def layout(requests):
-    """Of (blocks, tokens computed before, rows of this step) for each request."""
+    """Lays out (blocks, tokens computed before, rows of this step) per request."""
     return layout_of(requests, pace=Pace())
 
 
 def step(kv_cache, requests, seed, window=None):
-    """One layer's step; [T, H, D]."""
+    """Returns one layer's [T, H, D] results of a step."""
     rng, where = np.random.default_rng(seed), layout(requests)
     num_tokens = len(where.slot_mapping_np)
 
@@ -54,7 +54,7 @@ def step(kv_cache, requests, seed, window=None):
 
 
 def attended(kv_cache, where, queries, keys, values, window=None):
-    """[T, H, D]"""
+    """Returns the [T, H, D] results."""
     plan = kv_cache.backend.plan(where, AttentionKind(SHAPE, window))
     kv_cache.begin_step()
     kv_cache.write(plan, keys, values)
@@ -104,7 +104,7 @@ def test_kernels_answer_as_scatter_does_and_hold_the_same(window, dtype):
 
 
 def test_queries_may_come_in_float32():
-    """As phi's and stablelm's do; what is answered has their dtype."""
+    """phi and stablelm pass float32; results have their dtype."""
     rng, where = np.random.default_rng(0), layout(STEPS[0])
     heads = ((4, mx.float32), (2, mx.float16), (2, mx.float16))
     rows = [mx.array(rng.normal(size=(29, num, 64))).astype(dtype) for num, dtype in heads]
@@ -116,7 +116,7 @@ def test_queries_may_come_in_float32():
 
 
 def test_writes_and_reads_are_in_order_whatever_their_number():
-    """Two writes in a row, two reads of one, whole blocks between: by fences alone."""
+    """Two writes in a row, two reads of one, and whole blocks between, by fences alone."""
     logger = Logger(metal_interpreter.metal_kernel)
     with kernel.using(logger.metal_kernel):
         kv_cache = make(KERNELS)
@@ -135,7 +135,7 @@ def test_writes_and_reads_are_in_order_whatever_their_number():
 
 
 def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
-    """A tile a dispatch, each in a command buffer of its own."""
+    """One tile a dispatch, each in its own command buffer."""
     steps = [[([3, 1, 6, 7], 0, 60), ([5], 0, 9)], [([3, 1, 6, 7], 60, 1), ([5, 2], 9, 12)]]
     ends = []
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: ends.append(mx.eval(*arrays)))

@@ -23,7 +23,7 @@ from vllm_metal.patches.mlx_patches.seam import Scoring
 
 HEADS = LatentHeads(num_heads=2, rank=512, rotated=64, key=4, value=4)  # worth it from 17 rows on
 KIND = AttentionKind(AttentionShape(2, 1, 576, 512), None)
-#: A pool's own steps: of each request blocks, tokens computed before, rows.
+#: A pool's own steps: each request's blocks, tokens computed before, and rows.
 STEPS = [
     [([3, 1], 0, 20), ([5], 0, 9)],
     [([6], 0, 3), ([3, 1, 2], 20, 21), ([5], 9, 1)],

@@ -61,7 +61,7 @@ class Server:
         self.blocks = {}
 
     def begin(self, req_idx):
-        """Gives it blocks of every group; a block belongs to one group."""
+        """Gives the request blocks of every group; a block belongs to one group."""
         groups = self.placed.kv_cache_groups
         self.blocks[req_idx] = [[self.free.pop() for _ in range(MAX_BLOCKS)] for _ in groups]
         self.tables.replace(req_idx, self.blocks[req_idx])
@@ -70,7 +70,7 @@ class Server:
         return np.concatenate(self.blocks[req_idx]).astype(np.int32)
 
     def step(self, chunks, drafts=None):
-        """[n, V] logits of each request's rows, for (req_idx, position, tokens).
+        """Returns [n, V] logits of each request's rows, for (req_idx, position, tokens).
 
         `drafts` says how many of each one's last tokens are drafts.
         """
@@ -151,7 +151,7 @@ def test_chunks_of_mixed_batches_equal_the_dense_recurrence(model, config, pool)
 
 @pytest.mark.parametrize("accepted", [0, 1, 3])
 def test_a_state_goes_back_to_the_last_accepted_token(model, config, pool, accepted):
-    """One request verifies three drafts, another one has none."""
+    """One request verifies three drafts, another has none."""
     server = Server(model, config, pool)
     truth, other = text(30, 0), text(25, 1)
     server.begin(0), server.begin(1)
@@ -187,7 +187,7 @@ def test_cleared_blocks_hold_nothing(model, config, pool):
 
 
 def test_a_request_goes_on_in_another_engine_from_pages(model, config, pool):
-    """Queued behind a step of another request, whose state and K/V are pages of their groups."""
+    """The copy waits behind another request's step; state and K/V are pages of their groups."""
     first, second = Server(model, config, pool), Server(model, config, pool)
     groups = [group.layer_names for group in first.placed.kv_cache_groups]
     ours, theirs = BlockPages(first.states, groups), BlockPages(second.states, groups)
@@ -242,7 +242,7 @@ def test_no_layer_has_a_step_once_its_forward_is_built(model, config):
 
 
 class Counters(Storage):
-    """A state that implements what every kind must, and nothing else: a number for each block."""
+    """A state that implements only what every kind must: one number per block."""
 
     pipelined = False
 

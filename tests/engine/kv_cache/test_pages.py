@@ -39,7 +39,7 @@ def interpreted():
 
 
 def fill(state, seed):
-    """Random bits in every block, NaN among them."""
+    """Fills every block with random bits, NaN among them."""
     rng = np.random.default_rng(seed)
     arrays = [
         mx.array(np.frombuffer(rng.bytes(array.nbytes), bits(array).dtype).reshape(array.shape))
@@ -53,7 +53,7 @@ def fill(state, seed):
 
 
 def two_layers(backend, dtype, seed=0):
-    """A target's layer, and one of a draft network of another shape, filled."""
+    """Returns a target's layer and a draft network's layer of another shape, filled."""
     draft = backend.allocate(12, 16, KVShape(3, 32, 32), dtype)
     return {
         NAMES[0]: fill(make(backend, dtype), seed),
@@ -62,13 +62,13 @@ def two_layers(backend, dtype, seed=0):
 
 
 def naive(states, names, block):
-    """A page's bytes: layer by layer, array by array, [heads, slots, ...] of the block."""
+    """Returns a page's bytes: by layer and array, the block's [heads, slots, ...]."""
     parts = [bits(array)[:, block] for name in names for array in states[name].page_arrays]
     return b"".join(part.tobytes() for part in parts)
 
 
 def in_thread(run):
-    """Its result; what it raises, too."""
+    """Calls `run` in a thread, and returns its result or raises its error."""
     out = []
 
     def caught():
@@ -87,12 +87,12 @@ def in_thread(run):
 
 
 def pages_of(arrays):
-    """Bytes of each page."""
+    """Returns the bytes of each page."""
     return [row.tobytes() for row in page_rows(arrays)]
 
 
 class Steps:
-    """Steps handed over as the runner does: two at a time, where the pool allows it."""
+    """Hands over steps like the runner: two at a time, where the pool allows it."""
 
     def __init__(self, kv_cache):
         self.kv_cache, self.in_flight = kv_cache, []
@@ -157,7 +157,7 @@ def test_parts_are_a_blocks_share_of_each_array_in_order():
     backend=[KERNELS, SCATTER],
 )
 def test_groups_that_share_storages_have_pages_of_their_own(config, case, dtype, backend):
-    """Layers of windows and full ones, with a draft network's, as vLLM's planner places them."""
+    """vLLM's planner places full layers, window layers and a draft network's."""
     layers, _ = CASES[case]
     specs = kv_cache_specs(layers, BLOCK, dtype)
     placed = planned(config, specs, 8 << 20)
@@ -248,7 +248,7 @@ def test_copies_of_several_exports_of_a_step_are_all_before_the_next_write(backe
 @pytest.mark.parametrize("later", [overwrite, clear, copy])
 @pytest.mark.parametrize("backend", [KINDS["kernels"], KINDS["limited"]])
 def test_fences_order_a_write_behind_copies_that_are_not_handed_over_yet(backend, later):
-    """The interpreter runs a write when it is built: only its fence has copies made before."""
+    """The interpreter runs a write when it is built, so only its fence follows earlier copies."""
     states = two_layers(backend, mx.float16)
     target, draft = (states[name] for name in NAMES)
     pages = BlockPages(states, [NAMES])
@@ -260,7 +260,7 @@ def test_fences_order_a_write_behind_copies_that_are_not_handed_over_yet(backend
 
 
 def graph_of(array, **named):
-    """Operations and the nodes that each node is computed from, of a graph not computed yet."""
+    """Returns the operations of an uncomputed graph, and each node's input nodes."""
     file = io.StringIO()
     mx.export_to_dot(file, array, **named)
     text = file.getvalue()
@@ -282,7 +282,7 @@ def ancestors(node, inputs):
 
 
 def test_on_a_gpu_a_copy_binds_what_writes_left_and_the_next_write_what_copies_left():
-    """By arrays that dispatches compute: MLX's encoder orders by them, and by nothing else.
+    """MLX's encoder orders dispatches by the arrays that they compute, and by nothing else.
 
     `mx.depends` gives out its inputs' buffers, so it orders what MLX hands over, not the GPU.
     """
@@ -331,7 +331,7 @@ def test_pages_move_amid_steps_without_a_copy_of_the_pool(kind, dtype):
         return queued
 
     def peak_from(first):
-        """Of steps that export pages and import them; bytes."""
+        """Returns the peak memory, in bytes, of steps that export and import pages."""
         mx.synchronize()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -414,7 +414,7 @@ CODES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def finite_codes(codes, dtype):
-    """Of each number whether it is finite, decoded by numpy or torch."""
+    """Returns which numbers are finite, decoded by numpy or torch."""
     if dtype == mx.bfloat16:
         return np.isfinite((codes.astype(np.uint32) << 16).view(np.float32))
     if dtype == mx.uint8:
@@ -437,7 +437,7 @@ def test_every_code_is_told_finite_or_not(dtype):
 
 @given(st.data())
 def test_a_page_is_finite_if_all_its_numbers_are(data):
-    """Finite numbers, and now and then one anywhere that may be anything; parts of odd sizes."""
+    """Random finite numbers, with an arbitrary one now and then; parts of odd sizes."""
     parts, columns = [], []
     expected = np.ones(data.draw(st.integers(1, 4)), bool)
     for _ in range(data.draw(st.integers(1, 5))):

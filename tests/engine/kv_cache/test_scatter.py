@@ -12,7 +12,7 @@ from vllm_metal.engine.kv_cache.scatter import SCATTER
 
 
 def plan_for(slots, num_heads=2):
-    """A step of one-row requests, each with a block of its own, that writes these slots."""
+    """Plans a step of one-row requests, each with its own block, that writes these slots."""
     count, slots = len(slots), np.asarray(slots, np.int32)
     starts, ones = np.arange(count + 1, dtype=np.int32), np.ones(count, np.int32)
     layout = StepLayout(starts, ones, slots[:, None] // 16, slots, 16)
@@ -53,7 +53,7 @@ def test_two_steps_in_flight_never_copy_the_pool(dtype):
     plans = [plan_for(np.arange(8) * 100 + layer, 4) for layer in range(2)]
 
     def step(x):
-        """Four kv_caches, each written by two layers and read by both, as groups share them."""
+        """Steps four kv_caches, each written by two layers and read by both, like groups."""
         for kv_cache in kv_caches:
             kv_cache.begin_step()
         for layer in range(2):

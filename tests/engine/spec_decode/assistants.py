@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4 in small with assistants of random weights, and vLLM's own torch class to judge them."""
+"""Small Gemma 4 models with random assistants, and vLLM's own torch class as reference."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -50,7 +50,7 @@ _TEXT = {
     "vocab_size": VOCAB,
     "tie_word_embeddings": True,
 }
-#: Gemma 4 31B in small: windows on all but every fourth layer, whose heads are larger.
+#: A small Gemma 4 31B: windows on all but every fourth layer, which has larger heads.
 TARGET = (
     LLAMA
     | _TEXT
@@ -60,7 +60,7 @@ TARGET = (
         "layer_types": KINDS,
     }
 )
-#: Gemma 4 E4B in small: its last layers read K/V of earlier ones.
+#: A small Gemma 4 E4B: its last layers read K/V of earlier ones.
 SHARING = TARGET | {
     "num_kv_shared_layers": 4,
     "hidden_size_per_layer_input": 16,
@@ -90,7 +90,7 @@ CONFIG = {
 
 
 def shapes(clusters=0, tied=True, vocab=VOCAB, heads=HEADS, size=16, hidden=HIDDEN):
-    """Names and shapes of an assistant's arrays."""
+    """Returns the names and shapes of an assistant's arrays."""
     found = {
         "model.embed_tokens.weight": (vocab, WIDTH),
         "model.norm.weight": (WIDTH,),
@@ -114,20 +114,20 @@ def shapes(clusters=0, tied=True, vocab=VOCAB, heads=HEADS, size=16, hidden=HIDD
     return found
 
 
-#: By what each layer's states are multiplied.
+#: Factor of each layer's states.
 SCALARS = {
     f"model.layers.{index}.layer_scalar": torch.tensor([0.6 + 0.1 * index]) for index in range(4)
 }
 
 
 def ordering(vocab=VOCAB):
-    """Tokens by cluster, of which each has as many."""
+    """Returns the tokens by cluster; all clusters have equal sizes."""
     order = np.random.default_rng(5).permutation(vocab)
     return {"masked_embedding.token_ordering": torch.tensor(order)}
 
 
 def write_pair(folder, vocab):
-    """A model and an assistant with clusters, of one head whose sizes the kernels serve; folders.
+    """Writes folders of a model and of a clustered assistant with heads that the kernels support.
 
     `vocab` is a multiple of 4.
     """
@@ -141,7 +141,7 @@ def write_pair(folder, vocab):
 
 
 class _KeptAttention(nn.Module):
-    """In place of vLLM's, which needs a cache: one query after all that a layer keeps."""
+    """Replaces vLLM's, which needs a cache: one query after all that a layer keeps."""
 
     def __init__(
         self, num_heads, head_size, scale, num_kv_heads, per_layer_sliding_window=None, **_
@@ -161,7 +161,7 @@ class _KeptAttention(nn.Module):
 
 @contextmanager
 def _vllms(config):
-    """Within, vLLM's class runs in this process, without kernels of its own."""
+    """Lets vLLM's class run in this process, without its kernels."""
     of_attention = mock.patch("vllm.model_executor.models.gemma4_mtp.Attention", _KeptAttention)
     with one_process(), of_attention, set_current_vllm_config(config), torch.no_grad():
         yield
@@ -181,7 +181,7 @@ class Judge:
             self.module.model.embed_tokens = nn.Embedding.from_pretrained(embedding)
 
     def kept(self, text):
-        """By kind, keys and values of the target's last layer that keeps any, [Hkv, S, D] each."""
+        """Returns keys and values [Hkv, S, D], by kind, of the target's last layer with any."""
         model = self.target.model
         caches = [KVCache() for _ in model.make_cache()]
         hidden = model.model(mx.array([text]), cache=caches)
@@ -203,5 +203,5 @@ class Judge:
                 yield self.module.compute_logits(out), hidden
 
     def __call__(self, text, drafts):
-        """[len(drafts), V]: what the assistant thinks of each draft's place."""
+        """Returns the assistant's [len(drafts), V] logits at each draft's place."""
         return np.concatenate([logits.numpy() for logits, _ in self.passes(text, drafts)])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block drafters of random weights, and vLLM's own torch classes to judge them."""
+"""Random block drafters, and vLLM's own torch classes as reference."""
 
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -47,7 +47,7 @@ def shapes(
     num_taps=3,
     hidden=HIDDEN,
 ):
-    """Names and shapes of a drafter's arrays."""
+    """Returns the names and shapes of a drafter's arrays."""
     queries, kept = (count * size for count in heads)
     found = {
         "fc.weight": (hidden, num_taps * hidden),
@@ -79,7 +79,7 @@ def shapes(
 
 
 def laguna_shapes(**options):
-    """Those of a Laguna drafter, as it is published."""
+    """Returns those of a published Laguna drafter."""
     found = {f"aux_hidden_norms.{tap}.weight": (HIDDEN,) for tap in range(len(TAPS))}
     for name, shape in shapes(**options).items():
         layer, _, part = name.partition("self_attn.")
@@ -92,7 +92,7 @@ def laguna_shapes(**options):
 
 
 def gemma4_shapes():
-    """Those of a Gemma 4 DSpark drafter: one head of keys, which are the values, too."""
+    """Returns those of a Gemma 4 DSpark drafter, whose one head has keys that are also values."""
     found = shapes(heads=(HEADS, 1), size=2 * SIZE)
     found = {name: shape for name, shape in found.items() if ".v_proj." not in name}
     for layer in range(LAYERS):
@@ -103,7 +103,7 @@ def gemma4_shapes():
 
 
 class NaiveAttention(nn.Module):
-    """In place of vLLM's, which needs a cache: one context, and a block behind it."""
+    """Replaces vLLM's, which needs a cache: one context, and a block behind it."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ def _rotate(positions, rows, _, size, cos_sin, is_neox):
 
 @contextmanager
 def vllms():
-    """Within, vLLM's classes run in this process, without kernels of its own."""
+    """Lets vLLM's classes run in this process, without their kernels."""
     models = "vllm.model_executor.models"
     module = f"{models}.qwen3_dflash"
     with ExitStack() as stack:
@@ -178,7 +178,7 @@ def vllms():
 
 
 class Judge:
-    """vLLM's drafter on a whole text at once."""
+    """Runs vLLM's drafter on a whole text at once."""
 
     taps = TAPS
 
@@ -213,7 +213,7 @@ class Judge:
 
     @torch.no_grad()
     def block(self, text):
-        """Of the block behind a text: [L, H] hidden states, and each layer's context K and V."""
+        """Returns [L, H] states of the block behind a text, and each layer's context K and V."""
         states = self.target.states(text[:-1])
         taps = torch.cat([states[layer + 1] for layer in self.taps], dim=-1)
         count, length = len(taps), self.num_drafts + (0 if self.from_anchor else 1)
@@ -227,12 +227,12 @@ class Judge:
         return hidden, caches
 
     def drafting(self, hidden):
-        """[K, H] of [L, H]: the rows that draft."""
+        """Returns the [K, H] rows that draft, from [L, H]."""
         return hidden if self.from_anchor else hidden[1:]
 
     @torch.no_grad()
     def __call__(self, text, drafts):
-        """[len(drafts), V]: what the drafter thinks of each draft's place, given those before."""
+        """Returns the [len(drafts), V] logits at each draft's place, given earlier drafts."""
         hidden = self.drafting(self.block(text)[0])
         with vllms(), set_current_vllm_config(self.config):
             return self.scores(text, hidden, drafts)[: len(drafts)].numpy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads for a real model that are right now and then, without training.
+"""Heads for a real model that are right at times, without training.
 
 Where a head is linear in what it reads, the best one is a least-squares fit of the model's own next
 hidden state, over real text. The rest of each head is set so that it is linear: layers that add
@@ -21,7 +21,7 @@ NUM_HEADS = 7  # of Medusa's
 
 
 class FittedHeads:
-    """Checkpoints of heads, each fitted when first asked for."""
+    """Checkpoints of heads, each fitted at first use."""
 
     def __init__(self, model: str, tokens: list[int], folder: Path) -> None:
         """
@@ -44,7 +44,7 @@ class FittedHeads:
         self.speculation = cache(self._speculation)
 
     def _speculation(self, method: str) -> dict[str, object]:
-        """--speculative-config of a method, but for the number of drafts."""
+        """Returns a method's --speculative-config without the number of drafts."""
         weights, config = {"eagle": self._eagle, "eagle3": self._eagle3, "medusa": self._medusa}[
             method
         ]()
@@ -57,7 +57,7 @@ class FittedHeads:
 
     @cached_property
     def _states(self) -> dict[str, np.ndarray]:
-        """What each layer that matters passes on, [texts, CHUNK, H]."""
+        """Returns the outputs of the relevant layers, [texts, CHUNK, H]."""
         inner = self._model.model
         whole = len(self._tokens) // CHUNK * CHUNK
         hidden = embeds = inner.embed_tokens(mx.array(self._tokens[:whole]).reshape(-1, CHUNK))
@@ -72,11 +72,11 @@ class FittedHeads:
         return {name: np.array(states) for name, states in found.items()}
 
     def _rows(self, name: str, skip: int, ahead: int) -> np.ndarray:
-        """[T, H], all rows but the first `skip` and the last `ahead` of each text."""
+        """Returns [T, H]: each text's rows without the first `skip` and the last `ahead`."""
         return self._states[name][:, skip : CHUNK - ahead].reshape(-1, self._size)
 
     def _eagle(self) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-        """`fc` is the fit; the decoder layer passes it on."""
+        """Makes `fc` the fit, which the decoder layer passes on."""
         inputs = np.concatenate([self._rows("embeds", 1, 0), self._rows("final", 0, 1)], axis=1)
         weights = self._layer("layers.0", self._size)
         weights["fc.weight"] = _fit(inputs, self._rows("final", 1, 0)).T
@@ -135,7 +135,7 @@ class FittedHeads:
         return weights, config | sizes | {"truncated_vocab_size": len(frequent)}
 
     def _layer(self, name: str, width: int) -> dict[str, np.ndarray]:
-        """A decoder layer that adds nothing to rows, whose attention reads rows of `width`."""
+        """Returns a decoder layer that adds nothing, and whose attention reads rows of `width`."""
         size = self._size
         num_values = self._config["num_key_value_heads"] * self._head_size
         shapes = {
@@ -152,7 +152,7 @@ class FittedHeads:
 
 
 def _fit(inputs: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """[I, O] of the least squares |inputs @ it - wanted|, ridge regression."""
+    """Returns the [I, O] ridge regression that minimizes |inputs @ it - wanted|."""
     gram = inputs.T @ inputs
     gram += RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram), dtype=gram.dtype)
     return np.linalg.solve(gram, inputs.T @ wanted)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of a small target and of heads on it, and vLLM's own torch modules to judge them."""
+"""Checkpoints of a small target and heads on it, and vLLM's own torch modules as reference."""
 
 import importlib
 import json
@@ -53,14 +53,14 @@ CONFIG = {
 }
 
 
-#: Of vLLM's, whose attention is replaced.
+#: vLLM's classes, whose attention is replaced.
 MODULES = ["llama", "qwen2", "glm4_moe", "exaone_moe"]
-#: 8 bits a weight, as mlx-lm's converter names it.
+#: 8 bits per weight, as mlx-lm's converter writes it.
 QUANTIZATION = {"group_size": 32, "bits": 8, "mode": "affine"}
 
 
 def write_target(folder: Path, config=CONFIG, extra=(), quantized=False) -> Path:
-    """A model of mlx-lm's with random weights, and other arrays beside them."""
+    """Writes an mlx-lm model with random weights, and other arrays beside them."""
     folder.mkdir()
     mx.random.seed(1)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
@@ -85,7 +85,7 @@ def write_target(folder: Path, config=CONFIG, extra=(), quantized=False) -> Path
 
 
 def random_arrays(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Random weights of these shapes, norms around one."""
+    """Returns random weights of these shapes, with norms around one."""
     generator = torch.Generator().manual_seed(3)
     return {
         name: torch.randn(shape, generator=generator) * (0.3 if len(shape) == 1 else 0.15)
@@ -95,7 +95,7 @@ def random_arrays(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]
 
 
 def write_head(folder: Path, shapes: dict[str, tuple[int, ...]], extra, config, file: str) -> Path:
-    """A head of random weights of these shapes, and other arrays."""
+    """Writes a head with random weights of these shapes, and other arrays."""
     folder.mkdir()
     weights = random_arrays(shapes) | extra
     if file.endswith("safetensors"):
@@ -118,7 +118,7 @@ def engine_config(target: Path, head: Path, method: str, **options):
 
 
 class NaiveAttention(torch.nn.Module):
-    """In place of vLLM's, which needs a cache: one sequence, all of it."""
+    """Replaces vLLM's, which needs a cache: one whole sequence."""
 
     def __init__(
         self, num_heads, head_size, scale, num_kv_heads, per_layer_sliding_window=None, **_
@@ -139,7 +139,7 @@ class NaiveAttention(torch.nn.Module):
 
 @contextmanager
 def one_process():
-    """As much of vLLM's distributed state as its layers ask for."""
+    """Sets the part of vLLM's distributed state that its layers need."""
     alone = SimpleNamespace(
         rank_in_group=0, world_size=1, rank=0, is_first_rank=True, is_last_rank=True
     )
@@ -153,7 +153,7 @@ def one_process():
 
 
 def vllm_module(family, config, weights):
-    """vLLM's torch module with the checkpoint's weights."""
+    """Returns vLLM's torch module with the checkpoint's weights."""
     with one_process(), set_current_vllm_config(config), torch.no_grad():
         module = family(vllm_config=config)
         module.load_weights(weights.items())
@@ -161,20 +161,20 @@ def vllm_module(family, config, weights):
 
 
 class DenseTarget:
-    """mlx-lm's own dense target, which shows its hidden states."""
+    """mlx-lm's own dense target, with its hidden states."""
 
     def __init__(self, folder: Path) -> None:
         self.model, _ = load_model(folder, strict=False)  # mlx-lm drops one MTP layer at most
 
     @property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[V, H] each: the embedding, and the head."""
+        """Returns the embedding and the head, [V, H] each."""
         ends = self.model.model.embed_tokens.weight, self.model.lm_head.weight
         embedding, lm_head = (torch.tensor(np.array(each)) for each in ends)
         return embedding, lm_head
 
     def states(self, tokens) -> list[torch.Tensor]:
-        """[L + 2] of [T, H]: the embedding, what each layer passes on, the final states."""
+        """Returns [L + 2] of [T, H]: the embedding, each layer's output and the final states."""
         inner = self.model.model
         hidden = inner.embed_tokens(mx.array([list(tokens)]))
         found = [hidden]
@@ -187,7 +187,7 @@ class DenseTarget:
 
 
 class Gemma4Target(DenseTarget):
-    """Gemma 4, whose embedding is scaled and is the head, too."""
+    """Gemma 4, whose scaled embedding is also the head."""
 
     @property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +211,7 @@ class Gemma4Target(DenseTarget):
 
 
 def serve_and_check(target: Path, speculative_config, **options) -> None:
-    """Random prompts, twice: greedily, and at random so that random drafts are right at times."""
+    """Serves random prompts twice: greedily, and at random, so that some drafts are right."""
     rng = np.random.default_rng(4)
     config = json.loads((target / "config.json").read_text())
     vocab_size = config.get("text_config", config)["vocab_size"]
@@ -238,10 +238,10 @@ def serve_and_check(target: Path, speculative_config, **options) -> None:
 
 
 class Bench:
-    """The target in steps and the proposer beside it, over one set of blocks."""
+    """The target in steps, and the proposer beside it, over one set of blocks."""
 
     def __init__(self, config, judge):
-        """`judge(text, drafts)` gives the logits, [len(drafts), V], of each draft's place."""
+        """`judge(text, drafts)` returns the [len(drafts), V] logits of each draft's place."""
         self.rng = np.random.default_rng(2)
         self.judge = judge
         model = loader.load(config)
@@ -276,13 +276,13 @@ class Bench:
         self.proposer.begin_request(req_idx, len(shared) * BLOCK)
 
     def request(self, req_indices, limits, chunk=MAX_LEN):
-        """What the proposer is asked in a step."""
+        """Returns the proposer's request of a step."""
         req_indices = np.array(req_indices, np.int32)
         ends = np.minimum(self.known[req_indices], self.computed[req_indices] + chunk)
         return DraftRequest(self.token_ids_np, req_indices, ends, np.array(limits, np.int32))
 
     def step(self, req_indices, limits, chunk=MAX_LEN):
-        """One step: drafts are proposed, checked and verified with any outcome; [R] counts."""
+        """Proposes, checks and verifies drafts with any outcome; returns [R] counts."""
         req_indices = np.array(req_indices, np.int32)
         request = self.request(req_indices, limits, chunk)
         ends, proposed = request.num_tokens_np, self.proposer.propose(request)
@@ -319,7 +319,7 @@ class Bench:
                 assert row.max() - row[token] <= TIE
 
     def learn(self, req_idx, end, drafts):
-        """How many drafts are accepted, which is drawn."""
+        """Draws and returns the number of accepted drafts."""
         if end < self.known[req_idx]:  # within its prompt
             self.computed[req_idx] = end
             return 0
@@ -335,7 +335,7 @@ class Bench:
 
 
 def check_chunks_and_rejections(bench: Bench, found: int, at_once: bool = False) -> None:
-    """Plays two prompts in chunks, a hit of `found` blocks, and drafts rejected anywhere.
+    """Runs two prompts in chunks, a hit of `found` blocks, and drafts rejected anywhere.
 
     at_once: whether a request drafts in its first step after a hit.
     """

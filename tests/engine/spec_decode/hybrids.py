@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small hybrids with an MTP layer, as their authors publish such checkpoints, and its formula."""
+"""Small hybrids with an MTP layer, as in published checkpoints, and the layer's formula."""
 
 import json
 from pathlib import Path
@@ -95,7 +95,7 @@ def mtp_shapes(
     size: int = 64,
     intermediate: int = 96,
 ) -> dict[str, tuple[int, ...]]:
-    """Arrays of the MTP layer, as the family's checkpoints have them; `size` of hidden states."""
+    """Returns the MTP layer's arrays of the family's checkpoints, for hidden size `size`."""
     layer, both = "mtp.layers.0", heads * head_size
     shapes: dict[str, tuple[int, ...]] = {
         "mtp.fc.weight": (size, 2 * size),
@@ -183,12 +183,12 @@ def write_hybrid(
 
 
 def _adds(name: str) -> bool:
-    """Whether a layer adds what this array gives to the hidden states."""
+    """Returns whether a layer adds this array's output to the hidden states."""
     return any(part in name for part in ("o_proj", "out_proj", "down_proj"))
 
 
 def _converted(family: str, mtp: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Arrays of the MTP layer with mlx-lm's names, experts stacked."""
+    """Returns the MTP layer's arrays with mlx-lm's names and stacked experts."""
     found, layer = dict(mtp), "mtp.layers.0.mlp"
     stacked = f"{layer}.switch_mlp"
     if family == "qwen3_next":
@@ -205,7 +205,7 @@ def _converted(family: str, mtp: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def _published(family: str, weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """mlx-lm's arrays of a model as its authors have them: `sanitize` undone."""
+    """Returns mlx-lm's arrays under the published names, which `sanitize` changes."""
     found: dict[str, mx.array] = {}
     for own, array in weights.items():
         name = own
@@ -231,7 +231,7 @@ def _published(family: str, weights: dict[str, mx.array]) -> dict[str, mx.array]
 
 
 class NaiveMTP:
-    """The MTP layer on a whole text at once, in float64, from the checkpoint as it is published.
+    """The MTP layer on a whole text in float64, from the published checkpoint.
 
     DeepSeek-AI 2024, arXiv:2412.19437, section 2.2, with the layer of Qwen3-Next: norms weigh by
     1 + w, half of what `q_proj` gives is a gate on the heads' outputs, a quarter of a head turns.
@@ -249,7 +249,7 @@ class NaiveMTP:
         self.read(folder, mtp)
 
     def read(self, folder: Path, mtp: dict[str, np.ndarray] | None = None) -> None:
-        """Takes the layer's arrays, the embedding and the head of a checkpoint."""
+        """Reads the layer's arrays, the embedding and the head of a checkpoint."""
         arrays = mx.load(str(folder / "model.safetensors"))
         self._mtp = mtp or {n: np.array(a, np.float64) for n, a in arrays.items() if "mtp." in n}
         self._embedding = self._find(arrays, "embed_tokens.weight")
@@ -260,7 +260,7 @@ class NaiveMTP:
         return np.array(next(a for name, a in arrays.items() if name.endswith(end)), np.float64)
 
     def __call__(self, text: list[int], drafts: list[int]) -> np.ndarray:
-        """[len(drafts), V]: what the layer thinks of each draft's place."""
+        """Returns the layer's [len(drafts), V] logits at each draft's place."""
         hidden = np.array(self._model.model(mx.array([text])), np.float64)[0, :-1]
         found = []
         for index in range(len(drafts)):
@@ -271,12 +271,12 @@ class NaiveMTP:
         return np.stack(found)
 
     def _angles(self, count: int) -> np.ndarray:
-        """[T, rotary / 2] of a text's positions (Su et al. 2021, arXiv:2104.09864)."""
+        """Returns [T, rotary / 2] angles of positions (Su et al. 2021, arXiv:2104.09864)."""
         half = self.rotary // 2
         return np.arange(count)[:, None] * THETA ** (-np.arange(half) / half)
 
     def layer(self, embeds: np.ndarray, hidden: np.ndarray, angles: np.ndarray) -> np.ndarray:
-        """[T, H] of [T, H] embeddings and hidden states, and [T, rotary / 2] angles."""
+        """Maps [T, H] embeddings and hidden states, and [T, rotary / 2] angles, to [T, H]."""
         embeds = self._norm(embeds, "pre_fc_norm_embedding")
         rows = np.concatenate([embeds, self._norm(hidden, "pre_fc_norm_hidden")], axis=-1)
         rows = self._linear(rows, "fc")

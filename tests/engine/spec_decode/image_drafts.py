@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Toys that read images, with networks that draft for them, and outside references for the drafts.
+"""Toys that read images, networks that draft for them, and outside references for the drafts.
 
 Hidden states, merged embeddings and positions are those of transformers' classes; heads on them are
 vLLM's own torch classes, or the MTP layer's formula.
@@ -34,7 +34,7 @@ from vllm_metal.engine.models import loader
 
 NUM_LAYERS = 3
 TAPS = (1, 2)  # layers whose output heads read, counted from 1
-#: Of the text's configuration, by family: DeepStack adds to what the first tap shows.
+#: Changes of the text's configuration, by family; DeepStack adds to the first tap's states.
 CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_vl": {"num_hidden_layers": NUM_LAYERS},
     "qwen3_5": {
@@ -57,14 +57,14 @@ CASES = {
 
 @dataclass(frozen=True)
 class Drafting:
-    """A toy, and what drafts for it."""
+    """A toy, and its drafting method."""
 
     family: Family
     folder: Path
     speculation: dict[str, Any]
 
     def judge(self, targets: Sequence[Target]) -> Judge:
-        """The outside reference for drafts of requests, each of its own target."""
+        """Returns the outside reference for drafts of requests, each with its own target."""
         method = self.speculation["method"]
         if method == "mtp":
             return MTPJudge(self.folder, targets)
@@ -76,7 +76,7 @@ class Drafting:
 
 
 def write(folder: Path, case: str, num_drafts: int = 3) -> Drafting:
-    """A toy of CASES in a new folder."""
+    """Writes a toy of CASES into a new folder."""
     name, method = CASES[case]
     family = checkpoints.FAMILIES[name]
     changes = CHANGES[name] | ({"mtp_num_hidden_layers": 1} if method == "mtp" else {})
@@ -93,7 +93,7 @@ def write(folder: Path, case: str, num_drafts: int = 3) -> Drafting:
 
 
 def _add_mtp(folder: Path) -> None:
-    """Gives a checkpoint an MTP layer, whose norms are stored minus one."""
+    """Adds an MTP layer to a checkpoint, with norms stored minus one."""
     shapes = mtp_shapes("qwen3_5", HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE)
     arrays = {n: a - 1 if "norm" in n else a for n, a in random_arrays(shapes).items()}
     path = folder / "model.safetensors"
@@ -115,7 +115,7 @@ _LLAMA = {
 
 
 def _eagle3(folder: Path, text: Mapping[str, Any], mrope: bool) -> Path:
-    """A head with the target's ends."""
+    """Writes a head with the target's embedding and head."""
     both, width = 2 * HEAD_DIM, 2 * HIDDEN
     vocab, layer = text["vocab_size"], "midlayer"
     shapes: dict[str, tuple[int, ...]] = {
@@ -144,7 +144,7 @@ def _eagle3(folder: Path, text: Mapping[str, Any], mrope: bool) -> Path:
 
 
 def _dflash(folder: Path, text: Mapping[str, Any], mrope: bool) -> Path:
-    """A block drafter with the target's ends."""
+    """Writes a block drafter with the target's embedding and head."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": HEAD_DIM}
     config = blocks.CONFIG | heads | {"hidden_size": HIDDEN, "vocab_size": text["vocab_size"]}
     taps = {"mask_token_id": DFlashJudge.mask, "target_layer_ids": [tap - 1 for tap in TAPS]}
@@ -180,7 +180,7 @@ class Target:
 
     @property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """[V, H] each: the embedding, and the head."""
+        """Returns the embedding and the head, [V, H] each."""
         ends = self._model.get_input_embeddings(), self._model.get_output_embeddings()
         embedding, lm_head = (end.weight.detach() for end in ends)
         return embedding, lm_head
@@ -195,11 +195,11 @@ class Target:
         return next(m for m in self._model.modules() if hasattr(m, "rotary_emb") and m.layers)
 
     def states(self, tokens: Sequence[int]) -> list[torch.Tensor]:
-        """[L + 2] of [T, H]: merged embeddings, what each layer passes on, the final states."""
+        """Returns [L + 2] of [T, H]: merged embeddings, layers' outputs and the final states."""
         return self._run(tuple(tokens))[0]
 
     def positions(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[3, T]: time, height and width of each token."""
+        """Returns [3, T]: time, height and width of each token."""
         return self._run(tuple(tokens))[1]
 
     def _forward(self, tokens: tuple[int, ...]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -244,22 +244,22 @@ def _note_positions(positions: list[torch.Tensor], module: Any, args: Any, kwarg
 
 
 class Judge:
-    """What a head computes of requests, each whole and at once."""
+    """Runs a head over whole requests, each at once."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
         self.targets = targets
 
     def rows(self, request: int, text: list[int]) -> np.ndarray:
-        """[T - 1, H], what the head makes of each row of a text."""
+        """Returns the head's [T - 1, H] states of a text's rows."""
         raise NotImplementedError
 
     def __call__(self, request: int, text: list[int], drafts: list[int]) -> np.ndarray:
-        """[len(drafts), V]: what the head thinks of each draft's place behind a text."""
+        """Returns the head's [len(drafts), V] logits at each draft's place behind a text."""
         raise NotImplementedError
 
 
 class MTPJudge(Judge, NaiveMTP):
-    """The formula in float64, by three positions a row."""
+    """The formula in float64, with three positions per row."""
 
     heads, kv_heads, head_size, rotary = HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM // 2
     sections = (7, 7, 6)
@@ -287,7 +287,7 @@ class MTPJudge(Judge, NaiveMTP):
         return np.stack(found)
 
     def _turns(self, positions: np.ndarray) -> np.ndarray:
-        """[T, rotary / 2] angles of [3, T] positions: of every three pairs one for each axis."""
+        """Returns [T, rotary / 2] angles of [3, T] positions: of three pairs, one per axis."""
         half = self.rotary // 2
         axes = np.zeros(half, int)
         for axis in (1, 2):
@@ -298,7 +298,7 @@ class MTPJudge(Judge, NaiveMTP):
 
 
 class Eagle3Judge(Judge):
-    """vLLM's own torch class."""
+    """Runs vLLM's own torch class."""
 
     def __init__(self, config: Any, targets: Sequence[Target]) -> None:
         super().__init__(targets)
@@ -346,7 +346,7 @@ class Eagle3Judge(Judge):
 
 
 class DFlashJudge(blocks.Judge):
-    """vLLM's own torch class, whose positions are the tokens' indices."""
+    """Runs vLLM's own torch class, with the tokens' indices as positions."""
 
     taps, mask = tuple(tap - 1 for tap in TAPS), 9
 

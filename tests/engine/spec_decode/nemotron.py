@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small Nemotron-H models with an MTP layer, and vLLM's torch class of it to judge them."""
+"""Small Nemotron-H models with an MTP layer, and vLLM's torch class as reference."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,7 +64,7 @@ _ATTENTION = tuple(f".mixer.{part}_proj.weight" for part in "qkvo")
 
 
 def mtp_shapes(kinds: list[str]) -> dict[str, tuple[int, ...]]:
-    """Arrays of an MTP layer of these layers, as checkpoints have them."""
+    """Returns the arrays of an MTP layer of these layers, as in checkpoints."""
     last = len(kinds) - 1
     shapes = {
         f"mtp.layers.{name}.weight": (HIDDEN,)
@@ -98,7 +98,7 @@ def _adds(name: str) -> bool:
 
 
 def write_nemotron(folder: Path, guessable: bool = False, **changes) -> Path:
-    """A model of random weights whose checkpoint carries its MTP layer.
+    """Writes a model of random weights whose checkpoint includes its MTP layer.
 
     Args:
         folder: gets it.
@@ -126,7 +126,7 @@ def write_nemotron(folder: Path, guessable: bool = False, **changes) -> Path:
 
 
 class NemotronTarget(DenseTarget):
-    """Nemotron-H, of which MTP reads the final states alone."""
+    """Nemotron-H; MTP reads its final states alone."""
 
     @property
     def ends(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +140,7 @@ class NemotronTarget(DenseTarget):
 
 
 class NaiveMoE(torch.nn.Module):
-    """In place of vLLM's, whose kernels no CPU has: one expert at a time."""
+    """Replaces vLLM's, whose kernels need a GPU: one expert at a time."""
 
     def __init__(self, config, quant_config=None, parallel_config=None, prefix=""):
         super().__init__()
@@ -171,7 +171,7 @@ class NaiveMoE(torch.nn.Module):
 
 @contextmanager
 def of_torch(config):
-    """As much of vLLM as its class of the MTP layer asks for."""
+    """Sets the part of vLLM that its MTP class needs."""
     with (
         one_process(),
         set_current_vllm_config(config),
@@ -184,7 +184,7 @@ def of_torch(config):
 
 
 class Judge:
-    """vLLM's class of the MTP layer on a whole text at once."""
+    """Runs vLLM's class of the MTP layer on a whole text at once."""
 
     def __init__(self, config, folder: Path) -> None:
         self.config, self.target = config, NemotronTarget(folder)
@@ -202,7 +202,7 @@ class Judge:
                 found.arrays = mtp
 
     def hidden(self, text: list[int], drafts: list[int]) -> torch.Tensor:
-        """[len(drafts), H]: the layer's hidden states of each draft's place."""
+        """Returns the layer's [len(drafts), H] hidden states at each draft's place."""
         hidden = self.target.states(text)[-1][:-1]
         with of_torch(self.config):
             for index in range(len(drafts)):
@@ -212,5 +212,5 @@ class Judge:
         return hidden[len(hidden) - len(drafts) :]
 
     def __call__(self, text: list[int], drafts: list[int]) -> np.ndarray:
-        """[len(drafts), V]: what the layer thinks of each draft's place."""
+        """Returns the layer's [len(drafts), V] logits at each draft's place."""
         return (self.hidden(text, drafts) @ self.lm_head.T).numpy()

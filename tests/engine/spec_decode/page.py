@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of docs/speculation.md, of the methods that the registry has.
+"""The table of docs/speculation.md: the registry's methods.
 
 `python -m engine.spec_decode.page` from tests/ renews it there.
 """
@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "speculation.md"
 
 
 def methods_table() -> str:
-    """The methods as a Markdown table for users."""
+    """Returns the methods as a Markdown table for users."""
     lines = ["| `method` | drafts come from | needs |", "| --- | --- | --- |"]
     for method in METHODS:
         names = ", ".join(f"`{name}`" for name in method.names)
@@ -21,12 +21,12 @@ def methods_table() -> str:
     return "\n".join(lines)
 
 
-#: Lines of a page between which the table stands.
+#: Lines of the page around the table.
 BEGIN, END = "<!-- methods: begin -->", "<!-- methods: end -->"
 
 
 def renew_table(page: str) -> str:
-    """The page with the present table between its two marks.
+    """Returns the page with the current table between its two marks.
 
     Raises:
         ValueError: a mark is missing.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mlx-vlm's splitter of MTP layers, in a process of its own.
+"""Runs mlx-vlm's splitter of MTP layers in its own process.
 
 Its import changes transformers' image processors, which other tests use.
 """
@@ -15,7 +15,7 @@ def _process():
 
 
 def split(target, folder, **options):
-    """Writes the MTP layers of a target into a folder of their own, and returns it."""
+    """Writes a target's MTP layers into their own folder, and returns it."""
     return _process().submit(_split, str(target), str(folder), options).result()
 
 

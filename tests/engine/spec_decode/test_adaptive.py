@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated machines, whose steps take `a + b * rows`, and texts of known acceptance."""
+"""Simulated machines with steps of `a + b * rows`, and texts of known acceptance."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Machine:
     row: float
 
     def rate(self, lengths, acceptance):
-        """Expected tokens per second where each request gets its number of drafts."""
+        """Returns expected tokens per second for each request's number of drafts."""
         drafts = np.arange(1, K + 1)
         gains = (acceptance[:, None] ** drafts * (drafts <= lengths[:, None])).sum()
         return len(lengths) + gains, self.base + self.row * (len(lengths) + lengths.sum())
@@ -33,7 +33,7 @@ class Machine:
         return max(tokens / seconds for tokens, seconds in options)
 
     def best_of_two(self, acceptance, first):
-        """Best where requests `first` get one length and all others another."""
+        """Returns the best rate if requests `first` have one length and all others another."""
         pairs = ((k, m) for k in range(K + 1) for m in range(K + 1))
         options = (self.rate(np.where(first, k, m), acceptance) for k, m in pairs)
         return max(tokens / seconds for tokens, seconds in options)
@@ -42,7 +42,7 @@ class Machine:
         return num_reqs / (self.base + self.row * num_reqs)
 
     def run(self, lengths, acceptance, num_steps, skip=0, seed=0):
-        """Lets `lengths` steer; expected tokens per second from step `skip` on.
+        """Runs `lengths`, and returns expected tokens per second from step `skip` on.
 
         Steps are up to some 10 % slower than the line says, and one in 100 three times as slow.
         """
@@ -68,7 +68,7 @@ def machine(request):
 
 
 def batches(*quick):
-    """Sizes of batches, all but some of them for the nights."""
+    """Returns batch sizes, all but some of them marked for the nights."""
     return pytest.mark.parametrize("num_reqs", cases((1, 8, 32, 64), quick))
 
 
@@ -129,7 +129,7 @@ def test_another_request_in_a_request_index_starts_afresh():
 
 
 def test_rows_of_others_make_a_draft_cheaper_by_comparison():
-    """The longer a step takes anyway, the more a token in it is worth."""
+    """In a longer step, a token is relatively cheaper."""
     lengths = AdaptiveDraftLengths(K, 1)
     machine = Machine(*MACHINES["cpu"])
     machine.run(lengths, np.array([0.5]), num_steps=300)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gemma 4's assistants compute what vLLM's own torch class does, on K/V in the target's blocks."""
+"""Gemma 4's assistants compute the same as vLLM's torch class, on K/V in the target's blocks."""
 
 import json
 
@@ -55,13 +55,13 @@ CASES = {
 
 
 def write_pair(folder, name):
-    """The target and the assistant of a case; folders."""
+    """Writes the folders of a case's target and assistant."""
     target, of_shapes, extra, changes = CASES[name]
     drafter = of_shapes, extra | SCALARS, CONFIG | changes, "model.safetensors"
     return write_target(folder / "target", target), write_head(folder / "head", *drafter)
 
 
-#: Where MLX's tools say how weights are packed; kind, bits and group size of some.
+#: Where MLX's tools store the packing of weights; kind, bits and group size of some.
 MARKS = ("quantization", "quantization_config")
 MODES = [("affine", 4, 32), ("mxfp4", 4, 32)]
 
@@ -113,7 +113,7 @@ def test_hidden_states_and_logits_are_vllms(bench):
 
 @pytest.mark.more
 def test_the_engine_drafts_what_vllms_class_does(tmp_path, monkeypatch):
-    """With hits and a window shorter than most texts; so few tokens that some drafts are right."""
+    """With hits and a window shorter than most texts; few tokens, so that some drafts are right."""
     target, head = assistants.write_pair(tmp_path, 8)
     judge, drafted = Judge(engine_config(target, head, "mtp"), target), []
     propose = AssistantProposer.propose
@@ -167,7 +167,7 @@ def test_a_folder_that_mlx_packed_drafts_what_its_dense_weights_do(mode, tmp_pat
 
 
 TEXT = CONFIG["text_config"]
-#: Changes of config.json, and what the error says.
+#: Changes of config.json, and the error's text.
 NOT_COMPUTED = {
     "per-layer inputs": (
         {"text_config": TEXT | {"hidden_size_per_layer_input": 16}},
@@ -196,7 +196,7 @@ def test_a_key_that_is_not_computed_is_rejected(name):
         AssistantConfig.of(CONFIG | changes)
 
 
-#: Changes of config.json, and of arrays, and what the error says.
+#: Changes of config.json and of arrays, and the error's text.
 OF_OTHERS = {
     "hidden size": ({"backbone_hidden_size": 32}, {}, "hidden states of size 32, .*are of 64"),
     "vocabulary": ({"text_config": TEXT | {"vocab_size": 96}}, {}, "vocabulary of 96, .*has 128"),

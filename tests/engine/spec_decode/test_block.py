@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block drafters compute what vLLM's own torch classes do, on mlx-lm's dense hidden states."""
+"""Block drafters compute the same as vLLM's torch classes, on mlx-lm's dense hidden states."""
 
 import json
 from importlib import import_module
@@ -72,7 +72,7 @@ TRANSITIONS = {
     "markov_head.markov_w1.weight": (VOCAB, RANK),
     "markov_head.markov_w2.weight": (VOCAB, RANK),
 }
-#: A head whose projection of hidden states is called an encoder.
+#: A head whose projection of hidden states is named an encoder.
 ENCODER = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 MUSE = {
     f"{ENCODER.get(module, module)}.{part}": shape
@@ -121,7 +121,7 @@ GEMMA4 = MARKOV | {
         "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
     },
 }
-#: Gemma 4 31B in small: windows on all but every fourth layer, whose heads are larger.
+#: A small Gemma 4 31B: windows on all but every fourth layer, which has larger heads.
 GEMMA4_TARGET = TARGET | {
     "architectures": ["Gemma4ForCausalLM"],
     "model_type": "gemma4_text",
@@ -178,7 +178,7 @@ CASES = {
 
 
 def write_pair(folder, name):
-    """The target and the drafter of a case; folders."""
+    """Writes the folders of a case's target and drafter."""
     _, _, _, of_shapes, extra, changes = CASES[name]
     target = write_target(folder / "target", GEMMA4_TARGET if "gemma4" in name else TARGET)
     drafter = of_shapes, extra, CONFIG | changes, "model.safetensors"
@@ -256,7 +256,7 @@ def test_the_engine_serves_what_the_model_generates(name, tmp_path):
     serve_and_check(target, speculation)
 
 
-#: What of other kinds' configurations is not computed.
+#: Configurations of other kinds that are not supported.
 NOT_COMPUTED = {
     "gates of elements": (LAGUNA | {"gating": "per-element"}, "gating='per-element'"),
     "experts": (LAGUNA | {"num_experts": 4, "mlp_layer_types": ["dense", "sparse"]}, "mlp_layer"),
@@ -285,7 +285,7 @@ def test_a_gemma4_drafter_has_ends_of_its_own(tmp_path):
         load_network(config, ModelParts(loader.load(config)))
 
 
-#: Changes of config.json and of arrays' shapes, and what the error says.
+#: Changes of config.json and of arrays' shapes, and the error's text.
 OF_OTHERS = {
     "vocabulary": ({"vocab_size": VOCAB + 1}, {}, "vocab_size=129 .the target's is 128"),
     "mask": ({"dflash_config": DFLASH | {"mask_token_id": VOCAB}}, {}, "mask_token_id=128"),
@@ -319,7 +319,7 @@ def test_a_drafter_of_another_tokenizer_is_refused(tmp_path):
 
 
 def states_of(config, computed=mx.float32, pool=mx.float32):
-    """The drafter, and hidden states of a block behind three positions of random context."""
+    """Returns the drafter, and a block's hidden states behind three random context positions."""
     network = load_network(config, ModelParts(loader.load(config)))
     network.drafter.set_dtype(computed)
     network.drafter.dtype = computed
@@ -353,7 +353,7 @@ def test_a_drafter_beside_a_float16_model_computes_in_bfloat16(tmp_path):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packed_drafters_are_those_that_mlx_packs(tmp_path, bits):
-    """As they are loaded, and from a folder of MLX's own tools."""
+    """When packed at load, and from a folder that MLX's own tools wrote."""
     target = write_target(tmp_path / "target")
     dense = write_head(tmp_path / "dense", shapes(), {}, CONFIG, "model.safetensors")
     arrays = mx.load(str(dense / "model.safetensors"))
@@ -441,7 +441,7 @@ def test_a_shared_embedding_is_scaled_as_the_target_scales_it(family, changes, s
     assert target.dense_hidden([1, 2, 3]).shape == (3, HIDDEN)  # nothing is left of the call
 
 
-#: Two layers with a window to one without: their K/V form groups, and vLLM frees blocks of some.
+#: Two layers with a window per layer without: their K/V form groups, some of which free blocks.
 GEMMA = TARGET | {
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
@@ -466,7 +466,7 @@ def test_a_drafter_of_other_heads_beside_windows_and_scaled_embeddings(tmp_path)
 @pytest.mark.more
 @pytest.mark.parametrize("from_anchor", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_drafts_of_a_known_chain_are_accepted_in_either_layout(tmp_path, from_anchor):
-    """Without its layers, the target tells each token from the one before alone."""
+    """Without its layers, the target predicts each token from the previous one alone."""
     target = write_target(tmp_path / "target")
     (file,) = target.glob("*.safetensors")
     weights = mx.load(str(file))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafters that cannot be are refused when the engine is configured, before any weights load."""
+"""Unsupported drafters are rejected when the engine is configured, before weights load."""
 
 import json
 
@@ -25,7 +25,7 @@ def configure(target, **speculation):
 
 
 def folder_of(path, changes, weights=True):
-    """A checkpoint, whose weights are none of a head's."""
+    """Writes a checkpoint with no array of a head, or without weights."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG | changes))
     if weights:
@@ -82,11 +82,11 @@ def test_a_head_for_hidden_states_of_another_size(target, tmp_path, method):
 
 
 def block_drafter(path, **changes):
-    """A block drafter's folder."""
+    """Writes a block drafter's folder."""
     return folder_of(path, blocks.CONFIG | changes)
 
 
-#: Changes of config.json, and what the error names.
+#: Changes of config.json, and the error's text.
 NOT_COMPUTED = {
     "a key": ({"attention_gate": True}, "attention_gate=True"),
     "a nested key": (

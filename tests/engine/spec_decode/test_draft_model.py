@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts are what the draft model generates greedily, whatever became of those before."""
+"""Drafts are the draft model's greedy tokens, whatever the outcome of earlier drafts."""
 
 import mlx.core as mx
 import numpy as np
@@ -44,7 +44,7 @@ WINDOWED = {"model_type": "olmo3", "sliding_window": 24}  # every fourth layer i
 
 
 class Counting(PassNetwork):
-    """Counts the passes whose graph its Python builds."""
+    """Counts the passes whose graph Python builds."""
 
     def __init__(self, network):
         self.module, self._network = network.module, network
@@ -56,7 +56,7 @@ class Counting(PassNetwork):
 
 
 class Bench:
-    """A proposer on a small pool, the true tokens of its requests, and mlx-lm's model as judge."""
+    """A proposer on a small pool, its requests' true tokens, and mlx-lm's model as reference."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Bench:
         self.known = np.zeros(MAX_NUM_REQS, np.int32)
 
     def begin(self, req_idx, tokens, shared=()):
-        """A request with whole `shared` blocks from the prefix cache."""
+        """Starts a request with `shared` whole blocks from the prefix cache."""
         own = [self.free.pop() for _ in range(MAX_LEN // BLOCK - len(shared))]
         self.tables.replace(req_idx, [[*shared, *own]])
         self.token_ids_np[req_idx, : len(tokens)] = tokens
@@ -106,7 +106,7 @@ class Bench:
         self.proposer.begin_request(req_idx, len(shared) * BLOCK)
 
     def propose(self, req_indices, limits, ends=None):
-        """[R] lists of drafts; `ends` where the step still works on prompts."""
+        """Returns [R] lists of drafts; `ends` where the step still computes prompts."""
         req_indices = np.array(req_indices, np.int32)
         num_tokens = self.known[req_indices] if ends is None else np.array(ends, np.int32)
         drafts = self.proposer.propose(
@@ -124,7 +124,7 @@ class Bench:
         self.known[req_idx] += len(tokens)
 
     def check(self, req_idx, drafts):
-        """Each draft is the model's most likely token after the known ones and those before it."""
+        """Checks that each draft is the model's likeliest token after all tokens before it."""
         text = self.token_ids_np[req_idx, : self.known[req_idx]].tolist()
         cache = make_prompt_cache(self.model)
         logits = np.array(self.model(mx.array([text + drafts]), cache=cache)[0, len(text) - 1 :])

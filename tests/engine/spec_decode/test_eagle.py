@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE's drafts are those of vLLM's own torch heads on mlx-lm's dense hidden states."""
+"""EAGLE's drafts equal those of vLLM's torch heads on mlx-lm's dense hidden states."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ DRAFT_VOCAB = 48
 
 
 def layer_shapes(name, width):
-    """One decoder layer whose attention reads rows of `width`."""
+    """Returns the arrays of one decoder layer whose attention reads rows of `width`."""
     shapes = {f"{name}.self_attn.{kind}_proj.weight": (32, width) for kind in "kv"}
     return shapes | {
         f"{name}.self_attn.q_proj.weight": (64, width),
@@ -59,7 +59,7 @@ REDUCED = {
     "d2t": torch.arange(DRAFT_VOCAB) + torch.arange(DRAFT_VOCAB) % 2,  # 0, 3, 4, 7, 8, ...
     "t2d": torch.zeros(VOCAB, dtype=torch.bool),
 }
-#: Method, shapes, other arrays, config.json, file, layers whose states are read (9: the final).
+#: Method, shapes, other arrays, config.json, file, layers whose states are read (9: final).
 CASES = {
     "eagle": ("eagle", layer_shapes("layers.0", HIDDEN)
         | EMBEDDING | {"fc.weight": (HIDDEN, 2 * HIDDEN)}, {}, {}, "pytorch_model.bin", [9]),
@@ -79,7 +79,7 @@ CASES = {
 
 
 class Judge:
-    """vLLM's head on a whole text at once."""
+    """Runs vLLM's head on a whole text at once."""
 
     def __init__(self, config, target_folder, method, layer_ids):
         self.target = DenseTarget(target_folder)
@@ -96,7 +96,7 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, text, drafts):
-        """[len(drafts), V]: what the head thinks of each draft's place."""
+        """Returns the head's [len(drafts), V] logits at each draft's place."""
         states = self.target.states(text)
         hidden = torch.cat([states[layer_id] for layer_id in self.layer_ids], dim=-1)[:-1]
         if isinstance(self.module, Eagle3LlamaForCausalLM):

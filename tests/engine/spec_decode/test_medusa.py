@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Medusa's drafts are those of its paper's formula (arXiv:2401.10774) on mlx-lm's hidden states."""
+"""Medusa's drafts follow its paper's formula (arXiv:2401.10774) on mlx-lm's hidden states."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ CASES = {
 
 
 def head_of(arrays, index, hidden):
-    """[1, vocabulary], logits of one head: h + silu(W h + b) a layer, and a projection."""
+    """Returns a head's [1, vocabulary] logits: h + silu(W h + b) per layer, then a projection."""
     layer = 0
     while True:
         weight = arrays.get(f"blocks.{index}.layers.{layer}.weight")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MLP speculator's drafts are those of its paper's formulas on mlx-lm's hidden states."""
+"""An MLP speculator's drafts follow its paper's formulas on mlx-lm's hidden states."""
 
 import math
 
@@ -29,7 +29,7 @@ INNER = 48
 
 
 def shapes(num_steps, num_projections, prefix="", vocab=VOCAB, hidden=HIDDEN):
-    """Arrays of a speculator; its tied ones once."""
+    """Returns a speculator's arrays; tied ones once."""
     found = {}
     for step in range(num_steps):
         found |= {
@@ -57,7 +57,7 @@ def config_json(num_steps, **changes):
     } | changes
 
 
-#: Arrays of one step that all share under its name; every step's own.
+#: Arrays that all steps share, under one step's name, and every step's own.
 TIED = shapes(1, 2, "speculator.") | {
     f"speculator.head.{step}.weight": (VOCAB, INNER) for step in range(1, 4)
 }
@@ -80,7 +80,7 @@ CASES = {
 
 
 class Recurrence:
-    """arXiv:2404.19124 by its formulas, and the weights and norms of its authors' code."""
+    """The formulas of arXiv:2404.19124, with its authors' weights and norms."""
 
     def __init__(self, arrays, settings):
         self.arrays = {name.removeprefix("speculator."): array for name, array in arrays.items()}
@@ -89,7 +89,7 @@ class Recurrence:
         self.scales = settings["scale_input"]
 
     def of(self, kind, step, part="weight"):
-        """A step's array; where they are tied, the last one of later steps."""
+        """Returns a step's array; where arrays are tied, later steps use the last one."""
         last = sum(f"{kind}.{each}.{part}" in self.arrays for each in range(9)) - 1
         return self.arrays[f"{kind}.{min(step, last)}.{part}"]
 
@@ -98,7 +98,7 @@ class Recurrence:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
     def logits(self, state, tokens):
-        """[steps, vocabulary] after each token, begun by one hidden state."""
+        """Returns [steps, vocabulary] logits after each token, from one hidden state."""
         if self.scales:
             state = self.normed(state) / math.sqrt(2)
         found = []
@@ -124,7 +124,7 @@ def bench(request, tmp_path_factory):
     dense = DenseTarget(target)
 
     def judge(text, drafts):
-        """What each draft is the likeliest token of."""
+        """Returns the logits at the drafts' places."""
         state = dense.states(text)[-1][len(text) - 2 : len(text) - 1]
         return recurrence.logits(state, [text[-1], *drafts[:-1]])
 

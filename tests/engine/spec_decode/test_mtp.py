@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of a target's MTP layer are those of vLLM's own torch modules on mlx-lm's states."""
+"""Drafts of a target's MTP layer equal those of vLLM's torch modules on mlx-lm's states."""
 
 import copy
 import importlib
@@ -136,14 +136,14 @@ def exaone_layers(count=1):
 
 
 GLM_LAYER, EXAONE_LAYER = glm_layer(), exaone_layers()
-#: One layer for each draft; the last windows are longer than others, and than the layers' own.
+#: One layer per draft; the last windows are longer than others, and than the layers' own.
 SEVERAL = {"num_nextn_predict_layers": K}
 GLM_LAYERS = {name: shape for index in range(K) for name, shape in glm_layer(index).items()}
 EXAONE_KINDS = {
     "mtp_layer_types": ["sliding_attention", "full_attention"] * (K // 2),
     "mtp_sliding_windows": [WINDOW, None, WINDOW // 2, None],
 }
-#: Target, arrays of its MTP layer, quantized or not, layer whose states are read (from the end),
+#: Target, arrays of its MTP layer, whether quantized, layer whose states are read (from the end),
 #: vLLM's module and class.
 CASES = {
     "mimo": (MIMO, MIMO_LAYER, False, -2, "mimo_mtp", "MiMoMTP"),
@@ -165,7 +165,7 @@ CASES = {
 
 
 def write(folder, config, shapes, quantized=False):
-    """A target whose checkpoint carries its MTP layer, perhaps quantized as the rest of it."""
+    """Writes a target whose checkpoint has its MTP layer, optionally quantized like the rest."""
     arrays = {}
     for name, tensor in random_arrays(shapes).items():
         # Large, so that drafts depend on the K/V of single positions.
@@ -182,7 +182,7 @@ def write(folder, config, shapes, quantized=False):
 
 
 def read(folder):
-    """The checkpoint's arrays as torch has them, no longer quantized."""
+    """Returns the checkpoint's arrays as torch tensors, dequantized."""
     arrays = mx.load(str(folder / "model.safetensors"))
     found = {}
     for name, array in arrays.items():
@@ -197,7 +197,7 @@ def read(folder):
 
 
 class NaiveMoE(torch.nn.Module):
-    """In place of vLLM's, whose kernels no CPU has: DeepSeek-V3's router, one expert at a time."""
+    """Replaces vLLM's, whose kernels need a GPU: DeepSeek-V3's router, one expert at a time."""
 
     n_logical_experts = n_physical_experts = n_local_physical_experts = EXPERTS
     n_routed_experts, n_shared_experts, n_redundant_experts = EXPERTS, 1, 0
@@ -228,7 +228,7 @@ class NaiveMoE(torch.nn.Module):
 
 
 class Judge:
-    """vLLM's MTP module on a whole text at once."""
+    """Runs vLLM's MTP module on a whole text at once."""
 
     def __init__(self, config, folder, layer_id, module, family):
         self.config, self.layer_id = config, layer_id
@@ -265,14 +265,14 @@ class Judge:
 
     @torch.no_grad()
     def __call__(self, text, drafts):
-        """[len(drafts), V]: what the layers think of each draft's place."""
+        """Returns the layers' [len(drafts), V] logits at each draft's place."""
         hidden = self.target.states(text)[self.layer_id][:-1]
         with one_process(), set_current_vllm_config(self.config):
             several = self.config.speculative_config.use_multi_module_mtp()
             return (self.by_layer if several else self.by_first)(hidden, text, drafts)
 
     def by_layer(self, hidden, text, drafts):
-        """As vLLM's MultiModuleMTPSpeculator: layer i reads the tokens i places further."""
+        """Like vLLM's MultiModuleMTPSpeculator: layer i reads the tokens i places further."""
         found, positions = [], torch.arange(len(hidden))
         for index in range(len(drafts)):
             tokens = torch.tensor([*text, *drafts][1 + index : 1 + index + len(hidden)])
@@ -355,7 +355,7 @@ def test_a_layer_of_another_target_is_named(tmp_path):
 
 @pytest.mark.usefixtures("unfused")
 def test_layers_of_their_own_drafts_leave_whole_blocks(tmp_path):
-    """K/V of a block's last positions follow from as many tokens after it as there are layers."""
+    """K/V of a block's last positions depend on as many later tokens as there are layers."""
     folder = write(tmp_path / "target", GLM | SEVERAL, GLM_LAYERS)
     config = mtp_config(folder)
     bench = Bench(config, Judge(config, folder, -1, "glm4_moe_mtp", "Glm4MoeMTP"))

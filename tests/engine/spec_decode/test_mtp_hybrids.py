@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP layers of hybrids: drafts are those of the layer's formula, rejected ones leave no trace."""
+"""Drafts of hybrids' MTP layers follow the layer's formula; rejected ones leave no trace."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def bench(request, tmp_path_factory):
 
 
 def text_of(family):
-    """What has a model's text served alone; there are images where mlx-vlm is installed."""
+    """Returns options that load a model's text alone; mlx-vlm would load its images."""
     return {"language_model_only": True} if family.startswith("qwen3_5") else {}
 
 
@@ -42,7 +42,7 @@ def test_drafts_are_the_formulas_for_prompts_in_chunks_and_any_pattern_of_accept
 
 @pytest.mark.parametrize("family", cases(FAMILIES, ["qwen3_next"], ["qwen3_5", "qwen3_5_moe"]))
 def test_a_conversions_layer_is_the_published_one(tmp_path, monkeypatch, family):
-    """mlx-lm adds one to the norms' weights as it converts, and it is not added again."""
+    """mlx-lm already adds one to the norms' weights when it converts."""
     heads, make = [], mtp.MTPHead
     monkeypatch.setattr(mtp, "MTPHead", lambda *of: heads.append(make(*of)) or heads[-1])
     for converted in (False, True):
@@ -56,7 +56,7 @@ def test_a_conversions_layer_is_the_published_one(tmp_path, monkeypatch, family)
 
 
 def parameters(head):
-    """A head's arrays by name, without the target's."""
+    """Returns a head's arrays by name, without the target's."""
     targets = ("embed_tokens", "lm_head")
     found = tree_flatten(head.parameters())
     return {name: array for name, array in found if not name.startswith(targets)}
@@ -73,7 +73,7 @@ def test_served(tmp_path, monkeypatch, family):
 
 @pytest.mark.parametrize("lengths", [pytest.param("fixed", marks=pytest.mark.slow), "adaptive"])
 def test_drafts_that_are_mostly_right(tmp_path, monkeypatch, lengths):
-    """Text is mlx-lm's, from drafts that are kept and drafts that are not, also after a hit."""
+    """Text is mlx-lm's, with accepted and rejected drafts, also after a hit."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     folder = str(write_hybrid(tmp_path / "target", "qwen3_next", guessable=True))
     prompts = [

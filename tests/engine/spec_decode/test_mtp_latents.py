@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP layers of models with latent attention, served: text is mlx-lm's, with drafts and hits."""
+"""MTP layers of models with latent attention: text is mlx-lm's, with drafts and hits."""
 
 import json
 

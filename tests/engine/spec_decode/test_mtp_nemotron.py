@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nemotron-H's MTP layer: hidden states and drafts are those of vLLM's torch class."""
+"""Nemotron-H's MTP layer: hidden states and drafts equal vLLM's torch class."""
 
 import json
 
@@ -36,7 +36,7 @@ def bench(request, tmp_path_factory):
 
 @pytest.mark.usefixtures("unfused")
 def test_drafts_are_vllms(bench, monkeypatch):
-    """Also beside a prompt in chunks, and whichever drafts are accepted."""
+    """Also beside a prompt in chunks, and with any drafts accepted."""
     seen, choose = [], MTPHead.tokens
     monkeypatch.setattr(MTPHead, "tokens", lambda *of: seen.append(of[1]) or choose(*of))
     bench.begin(0, bench.prompt(3 * BLOCK + 3))
@@ -91,7 +91,7 @@ def test_another_number_of_layers_is_rejected(tmp_path, depth):
     assert args.create_engine_config().speculative_config is None
 
 
-#: Changes of config.json, and what the error names.
+#: Changes of config.json, and the error's text.
 REFUSED = {
     "recurrent": ({"mtp_layers_block_type": ["mamba", "moe"]}, "mtp_layers_block_type"),
     "without attention": ({"mtp_layers_block_type": ["moe"]}, "mtp_layers_block_type"),

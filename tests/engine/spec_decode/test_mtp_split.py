@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MTP layers that mlx-vlm's splitter has put into a folder draft as the whole checkpoint does."""
+"""MTP layers in a folder of mlx-vlm's splitter draft like those of the whole checkpoint."""
 
 import json
 import pickle
@@ -23,7 +23,7 @@ from vllm_metal.engine.spec_decode import mtp
 from vllm_metal.engine.spec_decode.registry import load_network
 from vllm_metal.engine.weights.layers import dense_rows
 
-#: Quantizations of MLX, as the splitter takes them.
+#: MLX's quantizations that the splitter takes.
 QUANTIZED = {
     "4 bits": {"q_bits": 4, "q_group_size": 32},
     "3 bits": {"q_bits": 3, "q_group_size": 32},
@@ -44,7 +44,7 @@ MIXED_MODULES = {
 
 
 def quantize_by_module(folder):
-    """Quantizes split layers in several ways, as config.json says of each module."""
+    """Quantizes split layers in several ways, and writes each module's to config.json."""
     path = folder / "model.safetensors"
     arrays = mx.load(str(path))
     for name in [name for name in arrays if name.endswith(("_proj.weight", "fc.weight"))]:
@@ -59,7 +59,7 @@ def quantize_by_module(folder):
 
 
 def without_layers(target, folder):
-    """A target as MLX's tools convert it: without its MTP layers."""
+    """Writes a target like MLX's tools: without its MTP layers."""
     shutil.copytree(target, folder)
     path = folder / "model.safetensors"
     kept = {name: a for name, a in mx.load(str(path)).items() if not name.startswith("mtp.")}
@@ -68,7 +68,7 @@ def without_layers(target, folder):
 
 
 def arrays_of(folder):
-    """The arrays of a split folder, dense and under the names of the whole checkpoint."""
+    """Returns a split folder's dense arrays under the whole checkpoint's names."""
     arrays = mx.load(str(folder / "model.safetensors"))
     quantization = json.loads((folder / "config.json").read_text()).get("quantization")
     found = {}
@@ -122,14 +122,14 @@ def test_drafts_are_those_of_the_dequantized_layer(bench):
 
 @pytest.fixture
 def heads(monkeypatch):
-    """The MTP heads that are loaded."""
+    """Returns the loaded MTP heads."""
     found, make = [], mtp.MTPHead
     monkeypatch.setattr(mtp, "MTPHead", lambda *of: found.append(make(*of)) or found[-1])
     return found
 
 
 def write_glm(folder):
-    """GLM-4.7-Flash with its MTP layer, as its authors publish it."""
+    """Writes GLM-4.7-Flash with its MTP layer, in the published form."""
     folder.mkdir()
     write_latents(folder, "glm4_moe_lite", fp8=False)
     more = {
@@ -182,7 +182,7 @@ def test_the_layer_is_the_whole_checkpoints(tmp_path, heads, family, name):
         assert mx.allclose(array, own[key], atol=1e-5), key
 
 
-#: Where the layers lie, by the target's folder.
+#: Where the layers are, by the target's folder.
 BESIDE = {
     "in it": "{}/mtp",
     "as mlx-vlm's convert names it": "{}-mtp",
@@ -222,7 +222,7 @@ def test_layers_beside_a_model_in_the_hubs_cache_are_found(tmp_path, monkeypatch
 
 
 def cached(folder, name):
-    """The snapshot of a model in the hub's cache, to be written."""
+    """Returns the path of a model's snapshot in the hub's cache."""
     repo = folder / "hub" / f"models--{name.replace('/', '--')}"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text("abc")
@@ -257,7 +257,7 @@ def test_the_first_of_several_layers_drafts_one_token(tmp_path):
         configured(target, method="mtp", model=str(layers), num_speculative_tokens=2)
 
 
-#: Changes of a split folder's text_config, and what the error names.
+#: Changes of a split folder's text_config, and the error's text.
 MISFITS = {
     "hidden size": ({"hidden_size": 32}, "hidden states of size 32, but those of .* are of 64"),
     "vocabulary": ({"vocab_size": 96}, "vocabulary of 96, but that of .* has 128"),

@@ -21,7 +21,7 @@ def lists(drafts):
 
 
 def naive(text, min_n, max_n, limit):
-    """The definition: longest n-gram first, first place first."""
+    """Follows the definition: longest n-gram first, first place first."""
     for n in range(min(max_n, len(text) - 1), min_n - 1, -1):
         for start in range(len(text) - n):
             if text[start : start + n] == text[-n:]:
@@ -92,7 +92,7 @@ def test_agrees_with_vllm_token_for_token(vllm_ngram, text, lengths):
 
 @given(st.data())
 def test_index_kept_over_steps_finds_what_a_fresh_look_does(data):
-    """Texts that grow by several tokens a step, in rows that change hands."""
+    """Texts grow by several tokens a step, in rows that change requests."""
     min_n = data.draw(st.integers(1, 3))
     max_n = data.draw(st.integers(min_n, 5))
     proposer = NgramProposer(min_n, max_n, num_drafts=3)
@@ -123,7 +123,7 @@ def test_index_kept_over_steps_finds_what_a_fresh_look_does(data):
 
 @pytest.mark.parametrize("num_tokens", [3, 20])
 def test_request_index_taken_over_unannounced(num_tokens):
-    """A text that is shorter, or other where the old one ended, starts a new index."""
+    """A text that is shorter, or differs where the old one ended, starts a new index."""
     table = np.zeros((1, MAX_LEN), np.int32)
     table[0, :10] = np.arange(10)
     proposer = NgramProposer(1, 2, num_drafts=2)
@@ -137,7 +137,7 @@ def test_request_index_taken_over_unannounced(num_tokens):
 
 
 def test_forgotten_text_is_not_found_again():
-    """Another text of the same length that ends alike, which only `forget` can tell apart."""
+    """Another text of the same length and ending differs only by `forget`."""
     table = np.zeros((1, MAX_LEN), np.int32)
     proposer = NgramProposer(1, 1, num_drafts=1)
     for first in (3, 4):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passes built by graphs are those that the network's Python builds, and few waits go with them."""
+"""Passes by graphs equal the network's Python, with few waits for the device."""
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +19,7 @@ from vllm_metal.engine.spec_decode.spans import Spans
 
 NUM_STEPS = 14
 LENGTHS = (3, 15, 33)
-#: What kernels return here takes time by the size of their pool.
+#: The stand-in kernels take time by the size of their pool.
 OVER_KERNELS = {"backend": KERNELS, "num_blocks": 32, "num_layers": 2}
 
 
@@ -30,10 +30,10 @@ def begin_all(bench):
 
 
 def drafted(bench, unlike):
-    """All drafts of some steps, each with any number of drafts accepted.
+    """Returns all drafts of some steps, each with any number accepted.
 
     Args:
-        unlike: whether requests want unlike many drafts.
+        unlike: whether requests want different numbers of drafts.
     """
     requests, found, rng = begin_all(bench), [], np.random.default_rng(3)
     for _ in range(NUM_STEPS):
@@ -61,7 +61,7 @@ def test_drafts_by_graphs_are_those_of_passes_in_python(unlike):
 
 @pytest.mark.parametrize("unlike", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_drafts_by_graphs_over_kernels_are_those_of_passes_in_python(unlike, monkeypatch):
-    """What kernels return here depends on all that they are given, fences of the past included."""
+    """The stand-in kernels' results depend on all inputs, past fences included."""
     monkeypatch.setattr(mx.fast, "metal_kernel", Digesting().metal_kernel)
     with kernel.using(mx.fast.metal_kernel):
         benches = [Bench(allowed=allowed, **OVER_KERNELS) for allowed in (True, False)]
@@ -72,7 +72,7 @@ def test_drafts_by_graphs_over_kernels_are_those_of_passes_in_python(unlike, mon
 
 
 def unread_drafts(bench):
-    """Drafts of steps whose outcome only the device knows."""
+    """Returns drafts of steps whose outcome only the device knows."""
     requests, found, rng = begin_all(bench), [], np.random.default_rng(5)
     here = np.array(requests, np.int32)
     bench.propose(requests, [K] * len(here))
@@ -106,7 +106,7 @@ def test_graphs_start_where_the_device_knows_the_newest_token_to_be(monkeypatch)
 
 
 def waits(monkeypatch):
-    """A list that grows by each wait for the device."""
+    """Returns a list that grows with each wait for the device."""
     made, evaluate = [], mx.eval
     monkeypatch.setattr(mx, "eval", lambda *arrays: (made.append(len(arrays)), evaluate(*arrays)))
     return made
@@ -140,7 +140,7 @@ def test_nothing_waits_over_kernels(monkeypatch):
 
 @pytest.mark.parametrize(("windowed", "accepted"), [(False, K), (True, 0)])
 def test_k_v_are_written_as_far_as_a_request_has_room_and_no_further(windowed, accepted):
-    """Block 0 aside, which is nobody's."""
+    """All but block 0, which belongs to no request."""
     bench = Bench(windowed)
     for req_idx, length in ((0, 20), (1, 2 * BLOCK - 3)):
         bench.begin(req_idx, bench.prompt(length))
@@ -169,7 +169,7 @@ def test_k_v_are_written_as_far_as_a_request_has_room_and_no_further(windowed, a
 
 
 def slots_of(pool):
-    """[Hkv, slots, D] keys, with all that was written."""
+    """Returns [Hkv, slots, D] keys after all writes."""
     pool.begin_step()
     return np.array(pool.keys.elements).reshape(pool.keys.elements.shape[0], -1, 64)
 

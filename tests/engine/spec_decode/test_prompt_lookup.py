@@ -23,14 +23,14 @@ CODE, PROSE = "vllm_metal/engine/worker/recovery.py", "LICENSE"
 
 
 def words(path):
-    """A file's words, blanks and signs by number."""
+    """Returns a file's words, blanks and signs as numbers."""
     numbers = {}
     found = re.findall(r"\w+|\s+|\W", (ROOT / path).read_text())
     return [numbers.setdefault(word, len(numbers)) for word in found]
 
 
 class Network(Proposer):
-    """Drafts what a known text goes on with; it knows a token with probability `right`."""
+    """Drafts a known text's next tokens, each right with probability `right`."""
 
     reads_text = False
 
@@ -48,7 +48,7 @@ class Network(Proposer):
 
 
 class Noting(DraftLengths):
-    """Adds up what it is told of."""
+    """Counts drafts and steps."""
 
     num_drafted = num_steps = 0
 
@@ -64,7 +64,7 @@ class Noting(DraftLengths):
 
 
 class Generation:
-    """A request whose text is known beforehand, step by step as an engine verifies it."""
+    """A request with a known text, verified step by step as in an engine."""
 
     def __init__(self, prompt, output, lookup):
         self.text = [*prompt, *output]
@@ -88,7 +88,7 @@ class Generation:
         self.requests.append_tokens(self.state, self.text[self.length : self.length + count])
 
     def step(self):
-        """Verifies a step's drafts; its drafts, and whether they are copied."""
+        """Verifies a step's drafts, and returns them and whether they are copied."""
         self.requests.num_computed_tokens_np[0] = self.length - 1
         self.num_waits += self.speculator.is_copying(["r"])
         found = self.speculator.step_drafts({"r": 1 + K}, {"r": [-1] * K})
@@ -121,7 +121,7 @@ class Generation:
 
 
 def edited(text, rng, every=80):
-    """A text with a word replaced, put in or left out now and then, and lines left out."""
+    """Returns a text with some words replaced, inserted or removed, and some lines removed."""
     found, at = [], 0
     while at < len(text):
         end = at + int(rng.integers(every // 2, 2 * every))
@@ -151,7 +151,7 @@ def test_an_edited_file_is_copied_and_prose_is_not():
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.integers(2, 40))
 def test_copies_are_of_the_texts_own_and_begin_with_a_long_match(seed, num_tokens):
-    """By the definition: with its drafts, the text goes on as it did at an earlier place."""
+    """By definition, the text with its drafts continues as at an earlier place."""
     rng = np.random.default_rng(seed)
     file = rng.integers(0, num_tokens, 120).tolist()
     run, copied = Generation(file, edited(file, rng, 30), lookup=True), False

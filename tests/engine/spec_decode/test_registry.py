@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry: its rows are read without MLX, true of vLLM and our code, and shown to users."""
+"""The registry is read without MLX, agrees with vLLM and our code, and is shown to users."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ GLM = CONFIG | {
     "model_type": "glm4_moe",
     "num_nextn_predict_layers": 1,
 }
-#: config.json of a draft checkpoint by method; the others' drafts come from tokens.
+#: config.json of a draft checkpoint, by method; others draft from tokens.
 DRAFTS = {
     "draft_model": CONFIG,
     "eagle": CONFIG | {"num_hidden_layers": 1},
@@ -63,7 +63,7 @@ def target(tmp_path_factory):
 
 
 def checkpoint(folder, config):
-    """A draft checkpoint as far as vLLM reads one to configure an engine."""
+    """Writes the part of a draft checkpoint that vLLM reads to configure an engine."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(str(folder / "model.safetensors"), {"none": mx.zeros(1)}, {"format": "mlx"})
@@ -139,7 +139,7 @@ def test_an_architecture_that_is_not_served_is_named(target, tmp_path, name, cha
 
 
 def test_an_assistant_has_a_row_of_its_own_and_keeps_no_kv(tmp_path):
-    """Its prefix hits include their last block, of which an MTP layer's K/V may be wrong."""
+    """Its prefix hits include their last block, where an MTP layer's K/V may be wrong."""
     target = write_target(tmp_path / "target", assistants.TARGET)
     draft = checkpoint(tmp_path / "draft", assistants.CONFIG)
     config = configure(target, {"method": "mtp", "model": draft})
@@ -199,7 +199,7 @@ TEXT = [7, 1, 2, 3, 4, 5, 6, 9, 1, 2]
 
 
 def drafts_of(config, text=TEXT):
-    """What drafts for a text, the scheduler having reserved as many rows as it may."""
+    """Returns the drafts for a text, with the maximum number of rows reserved."""
     requests = Requests(2, MAX_LEN, BlockTables(1, 2, 10))
     requests.add_request(
         NewRequestData("a", text[:-1], [], SamplingParams(), None, ([1],), 0, None)

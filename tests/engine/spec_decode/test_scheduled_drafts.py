@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank that does not sample lays out the scheduler's drafts, and finds the kept ones again."""
+"""A rank that does not sample lays out the scheduler's drafts and finds the kept ones."""
 
 import numpy as np
 from engine.batch.test_requests import new_request, word

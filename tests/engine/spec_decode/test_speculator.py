@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's drafts, where memory is set aside for some of them only."""
+"""Drafts of a step with memory reserved for a part of them."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ K, MAX_LEN = 4, 16
 
 
 class Known(dict):
-    """Requests by id that have 3 tokens each, which the host knows."""
+    """Requests by id, with 3 tokens each that the host knows."""
 
     have_unread_np = Requests.have_unread_np
 
@@ -31,14 +31,14 @@ class Known(dict):
 
 
 class Counting(Proposer):
-    """Drafts 10, 11 and so on, as many as are wanted."""
+    """Drafts 10, 11 and so on, as many as requested."""
 
     def propose(self, request):
         return Drafts.of_lists([list(range(10, 10 + limit)) for limit in request.limits_np], K)
 
 
 def in_turns(wanted, most):
-    """How many drafts of each there are, if they are given out one by one."""
+    """Returns the number of drafts of each request, if they are assigned in turn."""
     counts = [0] * len(wanted)
     for turn in range(K):
         for index, count in enumerate(wanted):
@@ -52,7 +52,7 @@ def in_turns(wanted, most):
     st.none() | st.integers(0, 30),
 )
 def test_no_step_has_more_drafts_than_memory_is_set_aside_for(reserved, most):
-    """Some that are still to be proposed, and some that the scheduler knows."""
+    """Some are still to be proposed, and the scheduler knows others."""
     requests = Known(len(reserved))
     speculator = Speculator(requests, Counting(), DraftLengths(K), K, most)
     known = {
@@ -107,7 +107,7 @@ def test_past_outputs_are_drafts_for_requests_of_the_same_salt():
     speculator = Speculator(requests, SuffixProposer(K, SuffixOptions()), DraftLengths(K), K)
 
     def drafts(salt, prompt, output=()):
-        """Those of a request's last step."""
+        """Returns the drafts of a request's last step."""
         data = new_request("r", prompt, ([1],), len(prompt) - 1)
         data.cache_salt = salt
         state = requests.add_request(data)

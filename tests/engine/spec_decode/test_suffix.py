@@ -20,14 +20,14 @@ def guess(proposer, text, req_idx=0, limit=8):
 
 
 def run_to_end(proposer, prompt, output, req_idx=0):
-    """A whole request, a token a step."""
+    """Runs a whole request, one token a step."""
     for end in range(len(output) + 1):
         guess(proposer, prompt + output[:end], req_idx)
     proposer.forget_request(req_idx)
 
 
 def counted_path(text, places, num_tokens, min_prob):
-    """Greedy path through the counts of what followed `places`, and its expected length."""
+    """Returns the greedy path by counts after `places`, and its expected length."""
     path, score, prob, total = [], 0.0, 1.0, len(places) + 1
     while len(path) < num_tokens:
         follow = [text[p + len(path)] if p + len(path) < len(text) else None for p in places]
@@ -44,7 +44,7 @@ def counted_path(text, places, num_tokens, min_prob):
 
 
 def all_paths(text, options, limit):
-    """One path for every match length, by the definition."""
+    """Returns one path per match length, by definition."""
     for size in (4, 2):
         places = [e for e in range(size, len(text)) if text[e - size : e] == text[-size:]]
         if places and len(text) >= size:
@@ -128,7 +128,7 @@ def test_oldest_outputs_are_dropped_across_scopes(options, max_tokens, kept):
 
 
 def test_only_the_newest_places_of_a_frequent_ngram_count():
-    """More often followed by 1, but lately by 2."""
+    """All places are followed by 1 more often, but the latest by 2."""
     text = [9, 9, 7, 8, 1] * 66 + [9, 9, 7, 8, 2] * 62 + [9, 9, 7, 8]
     table = np.zeros((1, 1024), np.int32)
     table[0, : len(text)] = text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft networks whose vocabulary is not their target's."""
+"""Draft networks with another vocabulary than their target's."""
 
 from types import SimpleNamespace
 

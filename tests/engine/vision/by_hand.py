@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a text model with images, as vLLM's scheduler would send them; features made by hand."""
+"""Steps of a text model with hand-made image features, like those vLLM's scheduler sends."""
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ BLOCK, MOST, BLOCKS_EACH = 16, 4, 8
 
 
 def feature(data, offset, length, identifier, is_embed=None, modality="image"):
-    """A feature as vLLM's processors make it."""
+    """Makes a feature like vLLM's processors."""
     field = MultiModalBatchedField(keep_on_cpu=True)
     item = MultiModalKwargsItem(
         {name: MultiModalFieldElem(torch.as_tensor(a), field) for name, a in data.items()}
@@ -35,7 +35,7 @@ def feature(data, offset, length, identifier, is_embed=None, modality="image"):
 
 
 class AllLogits(OutputHead):
-    """Hands out the logits of all rows."""
+    """Returns the logits of all rows."""
 
     at_once = True
 
@@ -70,7 +70,7 @@ class ByHand:
         self.known, self.computed, self.blocks = {}, {}, {}
 
     def new(self, req_id, tokens, features=(), computed=0, blocks_of=None):
-        """A request; with the first `computed` tokens found in the blocks of another."""
+        """Adds a request; the first `computed` tokens are found in another one's blocks."""
         place = len(self.blocks)
         own = list(range(1 + place * BLOCKS_EACH, 1 + (place + 1) * BLOCKS_EACH))
         if blocks_of is not None:
@@ -82,7 +82,7 @@ class ByHand:
         )
 
     def step(self, scheduled, new=(), resumed=(), **told):
-        """[n, V] logits of each request's rows."""
+        """Returns [n, V] logits of each request's rows."""
         fresh = {each.req_id for each in new}
         going = [req_id for req_id in scheduled if req_id not in fresh]
         cached = CachedRequestData(
@@ -117,7 +117,7 @@ class ByHand:
         return list(self.known[req_id])
 
     def say(self, req_id, token):
-        """The request has this token next, as if it had been sampled."""
+        """Appends this token to the request, as if it had been sampled."""
         state = self.requests[req_id]
         self.requests.note_sampled(np.array([state.req_idx], np.int32))
         self.requests.append_tokens(state, [token])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that draft beside images, what they draft meanwhile, and whether it is right."""
+"""Engines that draft beside images, with records and checks of their drafts."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ WORDS = "tell tell tell "
 
 
 def asked(family):
-    """Prompts and their images: one that begins with an image, one with two, and a text."""
+    """Returns prompts with images: one that begins with an image, one with two, and a text."""
     image = family.image
     return [
         (f"{image} {WORDS * 4}", [WIDE]),
@@ -44,14 +44,14 @@ def asked(family):
 
 @dataclass
 class Noted:
-    """What engines draft meanwhile."""
+    """Records of engines' drafts."""
 
     drafts: list = field(default_factory=list)  # of (text, drafts) of a request in a step
     rows: list = field(default_factory=list)  # of (text, first row, [n, H] that a head makes)
     num_ahead: int = 0  # embeddings of images' tokens that the next step computes
 
     def check(self, judge):
-        """How far logits of drafts are from the best ones, and relative errors of rows, at most."""
+        """Returns the largest gap of drafts to the best logit and the rows' largest error."""
         gaps, errors = [], []
         for text, drafts in self.drafts[::SAMPLE]:
             logits = judge(request_of(judge, text), text, drafts)
@@ -67,14 +67,14 @@ class Noted:
 
 
 def request_of(judge, text):
-    """Which request of the judge's a text is of."""
+    """Returns the judge's request that a text belongs to."""
     (found,) = (n for n, of in enumerate(judge.targets) if text[: len(of.prompt)] == of.prompt)
     return found
 
 
 @contextmanager
 def noting():
-    """Notes drafts, and what a head makes of the target's hidden states."""
+    """Records drafts, and a head's outputs for the target's hidden states."""
     noted, at_hand = Noted(), {}
     placed, hidden = HeadPasses.placed, HeadPasses.hidden
     embedding_at = ImageColumn.embedding_at
@@ -132,7 +132,7 @@ def noting():
 
 
 def serving(drafting, speculates=True, **options):
-    """An engine of a toy."""
+    """Starts an engine of a toy."""
     settings = {
         "max_model_len": 256,
         "max_num_batched_tokens": CHUNK,
@@ -147,7 +147,7 @@ def serving(drafting, speculates=True, **options):
 
 
 def answers(llm, prompts, **options):
-    """Each prompt's greedy answer, and one by a seed; and how many tokens were found cached."""
+    """Returns each prompt's greedy and seeded answers, and the number of cached tokens."""
     common = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
     wild = {"temperature": 2.0, "allowed_token_ids": FEW}  # random drafts are right at times
     params = [SamplingParams(temperature=0, **common), SamplingParams(seed=1, **wild, **common)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transformers answers about images, from the files of a checkpoint alone."""
+"""transformers' answers about images, from a checkpoint's files alone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_metal.patches.vllm_patches.image_processors import readable
 
 
 def processor(folder: str | Path) -> Any:
-    """transformers' processor of a checkpoint."""
+    """Returns transformers' processor of a checkpoint."""
     import transformers
 
     with readable():
@@ -30,7 +30,7 @@ def generated(
     count: int,
     **videos: Any,
 ) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt as the processor expands it, and `count` greedy ones behind it.
+    """Returns the prompt's tokens as the processor expands it, and `count` greedy ones after it.
 
     Args:
         folder: of the checkpoint.
@@ -59,7 +59,7 @@ def generated(
 def answer(
     folder: str | Path, family: Family, images: Sequence[Image], question: str, count: int
 ) -> tuple[list[int], list[int]]:
-    """Tokens of a chat of one message with images before a question, and of the answer to it."""
+    """Returns a chat's tokens, with images before the question, and its answer's tokens."""
     tokenizer = processor(folder).tokenizer
     content: list[dict[str, str]] = [{"type": "image"} for _ in images]
     message = {"role": "user", "content": [*content, {"type": "text", "text": question}]}

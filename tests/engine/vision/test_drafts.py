@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft networks beside images: tokens stay, and drafts are those of outside references."""
+"""Draft networks beside images keep tokens, and agree with outside references."""
 
 import json
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ FEW_BLOCKS = {"mtp": 17, "eagle3": 17, "dflash": 24}
 @pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("case", cases(CASES, ["qwen3_5, mtp"], ["qwen3_vl, eagle3"]))
 def test_tokens_stay_and_drafts_are_those_of_an_outside_reference(case, tmp_path, monkeypatch):
-    """Chunks that end within images, prefix hits, preemption; text beside images."""
+    """Has chunks that end within images, prefix hits and preemption; text beside images."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     drafting = write(tmp_path, case)
     prompts = asked(drafting.family)
@@ -95,7 +95,7 @@ def test_drafts_are_others_where_a_head_reads_images_as_text(name, tmp_path, mon
 @pytest.mark.more
 @pytest.mark.usefixtures("unfused")
 def test_heads_read_hidden_states_of_the_adapted_model(tmp_path, monkeypatch):
-    """Requests with an adapter, and without one, in one batch."""
+    """One batch has requests with and without an adapter."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     drafting = write(tmp_path / "toys", "qwen3_vl, eagle3")
     family, folder = drafting.family, drafting.folder
@@ -121,7 +121,7 @@ def test_heads_read_hidden_states_of_the_adapted_model(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", cases(KERNELS, more=["qwen3_5, mtp"]))
 def test_steps_that_do_not_wait_draft_as_those_that_do(case, tmp_path, monkeypatch):
-    """On the kernels, interpreted: positions are known to the device alone."""
+    """Runs interpreted kernels; only the device knows the positions."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     drafting, found, made = write(tmp_path, case), {}, []
     init = ModelRunner.__init__
@@ -160,7 +160,7 @@ NETWORKS = {"draft_model": _draft_model, "medusa": _medusa}
 @pytest.mark.more
 @pytest.mark.parametrize("method", NETWORKS)
 def test_networks_that_read_no_image(method, tmp_path, monkeypatch):
-    """A draft model drafts for texts alone; Medusa's heads read hidden states of images, too."""
+    """A draft model drafts for texts alone; Medusa's heads also read images' hidden states."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     toy = write(tmp_path / "toys", "qwen3_vl, dflash")
     folder = NETWORKS[method](tmp_path / method)
@@ -182,7 +182,7 @@ def test_networks_that_read_no_image(method, tmp_path, monkeypatch):
 
 @pytest.mark.more
 def test_an_assistant_drafts_for_requests_with_images(tmp_path, monkeypatch):
-    """Gemma 4's, which reads K/V of the images' tokens, too."""
+    """Gemma 4's assistant also reads K/V of the images' tokens."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     family = FAMILIES["gemma4"]
     family.write(tmp_path / "target", few=True)
@@ -212,7 +212,7 @@ def test_an_assistant_drafts_for_requests_with_images(tmp_path, monkeypatch):
 def test_an_engine_that_prefills_for_others_reads_what_one_that_drafts_does(
     case, tmp_path, monkeypatch
 ):
-    """Embeddings, positions and rotations of a head's rows, by their indices in the prompts."""
+    """Compares embeddings, positions and rotations of a head's rows, by index in the prompts."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     drafting, found = write(tmp_path / "toys", case), {}
     prompts, placed, read = asked(drafting.family)[:2], HeadPasses.placed, {}
