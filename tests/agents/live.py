@@ -43,7 +43,7 @@ def run(client: Client, task: str, proxy: Proxy, installation: Path, folder: Pat
 
     Args:
         client: the client.
-        task: of `agents.tasks`.
+        task: name of a task of `agents.tasks`.
         proxy: the proxy it connects to.
         installation: folder of the installed clients.
         folder: its working directory.

@@ -32,8 +32,8 @@ class Texts:
         """
         Args:
             run: the executor.
-            texts: tokens of each.
-            num_blocks: of each.
+            texts: token ids per text.
+            num_blocks: number of blocks per text.
         """
         self._run, self._done = run, 0
         self._tables = BlockTables(1, len(texts), 9)

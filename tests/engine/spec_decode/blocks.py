@@ -185,7 +185,7 @@ class Judge:
     def __init__(self, config, target, family):
         """
         Args:
-            config: of an engine with the drafter.
+            config: configuration of an engine with the drafter.
             target: folder of the model, or what gives its states as DenseTarget does.
             family: vLLM's class.
         """

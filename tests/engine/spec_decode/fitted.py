@@ -28,7 +28,7 @@ class FittedHeads:
         Args:
             model: folder of a Llama of mlx-lm's with tied embeddings.
             tokens: real text.
-            folder: where the checkpoints go.
+            folder: folder for the checkpoints.
         """
         self._tokens = tokens
         self._folder = folder

@@ -137,12 +137,12 @@ def write_hybrid(
     """A hybrid of random weights, its MTP layer beside it.
 
     Args:
-        folder: gets it.
+        folder: folder to write.
         family: one of FAMILIES.
-        converted: as mlx-lm converts it, its MTP layer in a file that mlx-lm does not read.
-        guessable: the next token follows from the newest one more often than not, and the MTP layer
-            goes by that one alone.
-        changes: of the text model's configuration.
+        converted: whether in mlx-lm's form, with the MTP layer in a file that it does not read.
+        guessable: whether the newest token mostly determines the next, and the MTP layer reads it
+            alone.
+        changes: changes of the text model's configuration.
     """
     module, config = FAMILIES[family]
     text = config.get("text_config", config) | changes
@@ -242,7 +242,7 @@ class NaiveMTP:
     def __init__(self, folder: Path, mtp: dict[str, np.ndarray] | None = None) -> None:
         """
         Args:
-            folder: of the checkpoint.
+            folder: folder of the checkpoint.
             mtp: other arrays of the layer, under the checkpoint's names; None: those of `folder`.
         """
         self._model, _ = load_model(folder)

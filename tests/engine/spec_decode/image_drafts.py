@@ -160,11 +160,11 @@ class Target:
     ) -> None:
         """
         Args:
-            family: of the checkpoint.
-            folder: of it.
-            prompt: of the request.
-            images: in the prompt.
-            model: in place of the checkpoint's own, PEFT's for instance.
+            family: family of the checkpoint.
+            folder: folder of the checkpoint.
+            prompt: prompt of the request.
+            images: images in the prompt.
+            model: replaces the checkpoint's own model, for example by PEFT's.
         """
         if model is None:
             cls = getattr(transformers, family.architecture)

@@ -101,10 +101,10 @@ def write_nemotron(folder: Path, guessable: bool = False, **changes) -> Path:
     """Writes a model of random weights whose checkpoint includes its MTP layer.
 
     Args:
-        folder: gets it.
-        guessable: the next token follows from the newest one more often than not, and the MTP layer
-            goes by that one alone.
-        changes: of config.json.
+        folder: folder to write.
+        guessable: whether the newest token mostly determines the next, and the MTP layer reads it
+            alone.
+        changes: changes of config.json.
     """
     config = CONFIG | changes
     shapes = mtp_shapes(config["mtp_layers_block_type"])

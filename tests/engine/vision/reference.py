@@ -33,12 +33,12 @@ def generated(
     """Returns the prompt's tokens as the processor expands it, and `count` greedy ones after it.
 
     Args:
-        folder: of the checkpoint.
-        family: of the checkpoint.
-        prompt: with what stands for images and videos in it.
-        images: in the prompt.
-        count: of tokens to generate.
-        videos: what the processor takes of them, all of whose frames are taken.
+        folder: folder of the checkpoint.
+        family: family of the checkpoint.
+        prompt: prompt with placeholders of images and videos.
+        images: images of the prompt.
+        count: number of tokens to generate.
+        videos: videos in the processor's form; all their frames are read.
     """
     import transformers
 

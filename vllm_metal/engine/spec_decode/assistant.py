@@ -100,7 +100,7 @@ class Assistant(Head):
         Args:
             tokens: [N] int32, each request's newest token.
             hidden: [N, H], the target's final hidden states that gave it.
-            caches: those of `attended_layers`, for N tokens whose K/V are not stored.
+            caches: caches of `attended_layers`, for N tokens whose K/V are not stored.
             count: number of drafts.
         """
         for layer, cache in zip(self._first_of_kinds, caches, strict=True):

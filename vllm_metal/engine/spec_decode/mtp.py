@@ -81,7 +81,7 @@ def build_layer(
         args: the target's, as mlx-lm reads them.
         config: config.json of the checkpoint.
         dtype: dtype of activations.
-        index: of the MTP layer.
+        index: index of the MTP layer.
 
     Raises:
         NotImplementedError: the paged path does not support the layer's state, or config.json has

@@ -81,7 +81,7 @@ class ChainProposer(HeadProposer):
         """
         Args:
             chain: loaded, with an embedding and an output head.
-            passes: of the chain, over the shared pool.
+            passes: the chain's passes, over the shared pool.
             states: the target's hidden states.
             num_drafts: K, the number of layers.
         """

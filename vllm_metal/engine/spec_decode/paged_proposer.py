@@ -47,7 +47,7 @@ class PagedProposer(Proposer):
             input_ids: [T] int32, tokens at the spans' positions.
             hidden: [T, ...] hidden states, for networks that read more than tokens.
             limits_np: [R] drafts of each request.
-            lag: how many tokens at the end of each span are rejected; None: none.
+            lag: number of rejected tokens at the end of each span; None: none.
             embeddings: [T, H], replace those of `input_ids` if some are of images.
         """
         exact = lag is None or not lag.most_np.any()

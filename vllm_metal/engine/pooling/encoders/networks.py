@@ -53,7 +53,7 @@ class ModernBert:
     """ModernBERT: rotated queries and keys, and layers with and without a window."""
 
     def __init__(self, model: nn.Module, window: int) -> None:
-        """model: mlx-vlm's, with `PlacedRoPE` in its layers. window: window of local layers."""
+        """model: mlx-vlm's, with `PlacedRoPE` in its layers. window: length of local windows."""
         self.model: Any = model
         self._window = window
         kinds = [layer.attn.local for layer in self.model.layers]

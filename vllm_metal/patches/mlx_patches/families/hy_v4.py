@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets paged caches serve Hy4 (hy_v4), and corrects it as transformers has it, but for its RoPE.
+"""Lets paged caches serve Hy4 (hy_v4), and computes all but its RoPE as transformers does.
 
 Its attention is DeepSeek's sparse attention over latents, with sinks and a gate of its output; see
 sparse_attention.py. Residual streams are mixed by hyper-connections, which the module computes.
