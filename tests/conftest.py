@@ -144,7 +144,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Lets the collector run again, but not over what collecting the tests has made."""
+    """Lets the collector run again, without the objects from collecting the tests."""
     # Reading sources makes many objects at once: by default, each 70,000 of them cause a pass over
     # all that the file's tests left.
     gc.set_threshold(20_000, 10, 10)

@@ -15,7 +15,7 @@ from cli.vllm_double import write_vllm
 from vllm_metal.cli import listeners, local_server
 from vllm_metal.cli.start_progress import StartProgress
 
-#: In the place of vLLM's command: answers every request with 200.
+#: Replaces vLLM's command: answers every request with 200.
 VLLM = """
 import socket
 from vllm.entrypoints.launchers import launcher
@@ -28,7 +28,7 @@ def main():
                 connection.recv(1000)
                 connection.sendall(b"HTTP/1.1 200 OK\\r\\ncontent-length: 0\\r\\n\\r\\n")
 """
-#: The same, as the doctor starts one.
+#: The same, started like the doctor's.
 DOCTORED = """
 import os, sys, time
 

@@ -23,15 +23,15 @@ ROOT = Path(__file__).parents[2]
 SMALL = {"max_model_len": 128, "kv_cache_memory_bytes": 32 << 20, "max_num_batched_tokens": 64}
 #: Its KV pool is what is left of this; bytes.
 SMALL_MAC = {"DARWIN_DOUBLE_TOTAL": str(6 << 30), "DARWIN_DOUBLE_AVAILABLE": str(4 << 30)}
-#: What may stand in a line of stderr.
+#: Permitted patterns in a line of stderr.
 RECOGNIZED = (
     re.compile(r"\d+%\|.*\|.*\[.*\]?$|\d+(it|B) \[.*\]$"),  # tqdm's bars
     re.compile(r"^(\S+ pid=\d+\) )?INFO: +"),  # uvicorn's
 )
-#: What no program may say, on stdout or stderr, after a start and an end without a fault.
+#: Forbidden on stdout and stderr after a start and an end without a fault.
 ALARMS = (CRASH, "Traceback", "ERROR", "Error:", "WARNING", "unexpectedly", "leaked", "killing")
-#: But for what vLLM says where the shell allows fewer open files than it would like, and of each
-#: model whose generation_config.json names how to sample.
+#: Except vLLM's lines about a low limit of open files, and about each model whose
+#: generation_config.json sets sampling parameters.
 ALLOWED = ("Found ulimit of", "sampling parameters have been overridden by the model's")
 
 

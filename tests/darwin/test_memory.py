@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 GIB, MIB = 2**30, 2**20
 #: 16 GB, of which psutil sees hardly anything.
 SCARCE = {"TOTAL": 16 * GIB, "AVAILABLE": 16 * MIB, "SPECULATIVE": 0, "PURGEABLE": 0}
-#: What macOS can still give: files, and what it would compress of programs' pages.
+#: Memory that macOS can still give: files, and programs' pages that it would compress.
 PLENTY = {"FILES": 2 * GIB, "LEVEL": 60}
 NOTHING = {"FILES": 0, "LEVEL": 0}
 #: 320 MiB of the total; the model has less than one.

@@ -9,7 +9,7 @@ import pytest
 from deploy.npm import install
 from deploy.queries import DASHBOARD, dashboard, metrics_of, panel_queries, rules
 
-#: Of JSON a program of TypeScript is made. An enum of strings is one of its strings there.
+#: A TypeScript program is made from JSON; TypeScript takes an enum of strings as its strings.
 PROGRAM = """\
 import type { Dashboard } from
   "./node_modules/@grafana/schema/dist/types/raw/dashboard/x/types.gen";

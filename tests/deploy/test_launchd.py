@@ -11,7 +11,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_metal.kv_transfer.peer.config import PeerConfig
 
-#: Of launchd.plist(5): the keys used, and the type that the page gives each.
+#: Keys in use, with their types in launchd.plist(5).
 KEYS = {
     "Label": str,
     "ProgramArguments": list,
@@ -29,7 +29,7 @@ PLISTS = {
     path.stem.rpartition(".")[2]: path for path in sorted((DEPLOY / "launchd").glob("*.plist"))
 }
 SERVICES = {name: plistlib.loads(path.read_bytes()) for name, path in PLISTS.items()}
-#: What a user puts in the place of words that stand for the desk's own.
+#: A user's values for the placeholders.
 DESK = {"USER": "ann", "THIS_MAC": "10.10.0.2", "FIRST_MAC": "10.10.0.1", "MACS": "2", "RANK": "1"}
 each_service = pytest.mark.parametrize("name", SERVICES)
 

@@ -19,10 +19,10 @@ from vllm_metal.engine.spec_decode.draft_writer import DraftWriter
 from vllm_metal.engine.spec_decode.paged_proposer import PagedProposer
 from vllm_metal.engine.worker.model_runner import ModelRunner
 
-#: Of prompts: around ends of blocks, and in several chunks.
+#: Lengths of prompts: around ends of blocks, and in several chunks.
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 3)
 NUM_FULL = sum(length // BLOCK for length in LENGTHS)
-#: Of two numbers of the draft's K/V, up to some 6: a pass over other rows sums in another order.
+#: Largest difference of two numbers of the draft's K/V, up to about 6: the order of sums differs.
 TIE = 1e-4
 DRAFTING = 10  # tokens of requests that draft behind their prompts
 

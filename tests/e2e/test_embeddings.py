@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer
 from vllm.exceptions import VLLMValidationError
 
 HITS, PREEMPTIONS = "vllm:prefix_cache_hits", "vllm:num_preemptions"
-#: Of one length after another; half of them begin alike, by several blocks.
+#: Texts of increasing length, half of which share several blocks.
 INSTRUCTION = "Instruct: Given a question, find the passages that answer it.\nQuery: "
 TEXTS = [
     (INSTRUCTION if count % 2 else "") + " ".join(f"word{count} {n * count}" for n in range(count))

@@ -34,7 +34,7 @@ def serve(llm, prompts):
     return [output.outputs[0] for output in outputs]
 
 
-#: Where a step can fail: while it is laid out, when the device gets it, when its tokens are due.
+#: Points where a step can fail: while laid out, when handed over, when its tokens are due.
 PLACES = {
     "laid out": (ModelExecutor, "forward_hidden"),
     "handed over": (mx, "async_eval"),

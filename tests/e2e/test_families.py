@@ -14,9 +14,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 #: One that transformers and vLLM do not know, K/V of other layers, and states alone.
 MORE = ("gemma3n",)
-#: Those with states alone: their blocks hold 32 tokens here, of which two belong to each request.
+#: Families with states alone: their blocks have 32 tokens here, and each request owns two blocks.
 ALONE = ("mamba", "rwkv7")
-#: Those whose layers have states and K/V each: a request takes twice the blocks of others.
+#: Families whose layers each have states and K/V: a request takes twice the blocks of others.
 BOTH = ("baichuan_m1", "longcat_flash_ngram")
 
 

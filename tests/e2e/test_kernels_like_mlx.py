@@ -13,8 +13,8 @@ from engine.models.recurrent import Family, write_model
 MAX_TOKENS = 14
 HEADS = {"num_hidden_layers": 2, "head_dim": 64}  # of a size that the kernels take
 WINDOW = 24
-#: Of a pool in which not all requests that run at once have room; but layers with windows find
-#: what is in blocks of both kinds only, so that so few leave nothing to be found.
+#: Pool sizes without room for all running requests. Layers with windows need hits in both kinds
+#: of blocks, so they find nothing with the smaller one.
 FEW_BLOCKS, ENOUGH_BLOCKS = 18, 120
 FAMILIES = {
     "plain": Family("llama", "LlamaForCausalLM", HEADS),

@@ -32,10 +32,10 @@ NAMES = ("acme", "other", "third")
 TIMEOUT_S, BODY_S, PATIENCE_S = 4, 2, 120
 #: More than the buffers of two sockets take (some 4 MB, where the client's is made small).
 MAX_ANSWER_BYTES = 8 * 10**6
-#: What a slow or busy machine may add: tests assert that limits hold, not how long things take.
+#: Time for a slow or busy machine: tests assert that limits hold, not how long things take.
 SLACK_S = 60.0
 AT_ONCE = 16
-#: Of the second half beside the first: kept responses, of which vLLM forgets none, are below it.
+#: Bounds of the second half over the first; stored responses, which vLLM never drops, fit in.
 MORE_MEMORY, MORE_FILES = 1.1, 16
 STATUSES = {200, 400, 401, 404, 408, 413, 504}
 

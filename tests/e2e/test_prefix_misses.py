@@ -16,7 +16,7 @@ OPTIONS = (
     *("--additional-config", '{"normalize_prompts": ["token_countdown"]}'),
 )
 pytestmark = pytest.mark.more
-#: Of SmolLM2's template nothing comes of tools.
+#: SmolLM2's template ignores tools.
 TOLD = [name for name, shape in SHAPES.items() if not any(shape.tools)]
 
 

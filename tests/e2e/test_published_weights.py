@@ -40,7 +40,7 @@ FORMS = {
     "gpt-oss": TIE,
     "GGUF": 0.03,
 }
-#: What is served of weights that no packing of MLX holds exactly: 8 bits in groups of 64.
+#: Weights that no MLX packing holds exactly are served in 8 bits with groups of 64.
 ROUNDED = ["fp8 blocks of 128"]
 
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "600"))
 CLIENTS, MAX_TOKENS, BLOCK_SIZE = 64, 48, 16
-#: What Python's allocator and a busy server's buffers may still grow by after the first third.
+#: Bytes that Python's allocator and a busy server's buffers may grow after the first third.
 TOLERANCE = 32 << 20
 
 

@@ -21,7 +21,7 @@ HEADS = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-#: What makes a family's states large.
+#: Settings that make a family's states large.
 LARGE = {
     "qwen3_next": [
         HEADS,

@@ -80,13 +80,13 @@ def assert_nothing_is_held(llm, free):
 SPECULATION = {"plain": None, "ngram": NGRAM, "draft model": "draft"}
 
 
-#: Of pools in which four sessions have no room at once. What they take depends on the texts, which
-#: random models write, and so on the BLAS: windowed is the least for a request of max_model_len;
-#: with a few less in hybrid nothing stays to be found.
+#: Pool sizes without room for four sessions at once. Their use depends on the texts of random
+#: models, and so on the BLAS: windowed is the least for a request of max_model_len, and with a few
+#: less in hybrid, no hits remain.
 BLOCKS = {"full": 12, "windowed": 33, "hybrid": 28}
 #: Model, speculation, whether steps overlap, and what ends turns. Those that `make test` plays.
 QUICK = {("hybrid", "ngram", "async", "stop tokens")}
-#: Those that CI plays besides.
+#: Further cases in CI.
 MORE = {
     ("full", "draft model", "async", "max_tokens"),
     ("windowed", "draft model", "async", "stop tokens"),
@@ -157,7 +157,7 @@ def test_five_turns(tiny_models, name, speculation, scheduling, ends):
         assert asked == [session.answers[-1] for session in whole]
 
 
-#: Of texts on which every setting shows: what is the likeliest is repeated, penalised or drawn.
+#: Settings that all affect the texts: likely tokens are repeated, penalised or drawn.
 SAMPLING = {
     "plain": {},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.5},

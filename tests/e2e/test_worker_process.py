@@ -8,7 +8,7 @@ from e2e.harness import run_out
 from e2e.peers import consumer, decode, free_port, prefill, producer
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-#: By name it is refused, as it is of no use with one device.
+#: vLLM rejects this executor's name for one device.
 APART = {"distributed_executor_backend": MultiprocExecutor}
 pytestmark = pytest.mark.more
 

@@ -109,7 +109,7 @@ def test_the_facts_of_a_known_model(here):
     assert facts["groups"][1]["layers"] == ["model.layers.1"]
 
 
-#: What changes of the configuration, and how the line names it.
+#: Changes of the configuration, and their names in the line.
 CONFIGURED = {
     "dtype": (
         {"model_config__dtype": torch.float16},

@@ -264,7 +264,7 @@ DRIVE = {
 }
 
 
-#: One of each of what clang, or what looks at its output, finds; of the others one by one in CI.
+#: One of each kind of finding of clang and of the checks of its output; CI runs the others.
 BY_DAY = (
     "a pointer without its address space",
     "a reference of another space",

@@ -21,7 +21,7 @@ from tests.metal_kernels.proxy_figures import changed
 from tests.metal_kernels.proxy_uses import uses
 
 USES = list(uses())
-#: One of each kernel by day, one of each kind in CI's second step; at night the whole table.
+#: One of each kernel by day, one of each kind in CI's second step, and all at night.
 IN_THE_DAY = (
     *("decode, 8 heads", "prompt", "parts joined", "K/V written, rotated", "contexts gathered"),
     *("blocks copied, cleared", "states read", "states written", "convolution", "delta rule"),
@@ -35,7 +35,7 @@ OF_EACH_KIND = [
     if (use.what, use.size) == ("decode, 8 heads", "128")
 ]
 CODES = mx.uint8
-#: Of decode.
+#: The loads of decode.
 _LOADS = ("Keys::load(row", "Values::load(value_pool")
 _ELEMENTS = {
     "key": "Of::cut(keys[s][h], m % Of::COUNT)",
@@ -89,7 +89,7 @@ def decode(use="decode, 8 heads, 128, 8 bit"):
     return {str(use): use for use in USES}[use].calls(1)[0]
 
 
-#: What they are planted in: what makes a call, as it is without them.
+#: Code in which a fault is planted, as it is without the fault.
 FAULTS = {
     "branches around decode's loads": (
         decode,

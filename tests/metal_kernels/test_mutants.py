@@ -378,7 +378,7 @@ def objection(probe: Probe, compiler: kernel.Compiler) -> str | None:
     return None
 
 
-#: What tests of the operations check in more shapes.
+#: Mutations that tests of the operations check in more shapes.
 CHECKED_ELSEWHERE = (
     *("decode", "decode, soft cap", "decode, blocks of 32", "decode, fp8", "decode, int8"),
     *("decode, 128", "decode, 80", "decode, latent", "decode, latent fp8", "decode, latent int8"),

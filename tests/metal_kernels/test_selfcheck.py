@@ -121,7 +121,7 @@ def changed_template(call, **changes):
     return call | {"template": [(name, changes.get(name, v)) for name, v in call["template"]]}
 
 
-#: What a wrong rotation may be: of fewer elements, by other pairs, by other positions, of queries
+#: Wrong rotations: of fewer elements, by other pairs, by other positions, of queries
 #: alone or of keys alone.
 WRONG_ROTATIONS = {
     "fewer": lambda run, call: run(**changed_template(call, DIMS=32)),

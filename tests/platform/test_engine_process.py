@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_metal.patches.vllm_patches import memory_shares
 
-#: What vLLM's EngineCoreProc does with the configuration that its parent sent, before it makes an
+#: vLLM's EngineCoreProc does this to its parent's configuration before it makes an
 #: executor and a scheduler; it checks the configuration afterwards.
 ENGINE = """
 import multiprocessing, pickle, sys
@@ -58,7 +58,7 @@ def test_a_scheduler_is_changed_without_a_worker_in_its_process(tmp_path):
     assert done.stdout.decode().splitlines()[-1] == "SALTS None pepper False"
 
 
-#: By what a configuration is of: a model, and the options that the platform completes.
+#: Configurations, by model and by the options that the platform completes.
 CONFIGURATIONS = {
     "a plain model": (doubles.MODEL, {}),
     "drafts": (

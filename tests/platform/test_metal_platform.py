@@ -38,7 +38,7 @@ def test_an_engine_drops_compilations_that_nobody_waits_for(model, monkeypatch):
     assert called
 
 
-#: Begins with a part of vLLM that asks for the platform before it is there.
+#: Imports a part of vLLM that needs the platform before it exists.
 PROCESS = """
 import json, sys
 import vllm.distributed

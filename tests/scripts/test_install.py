@@ -622,7 +622,7 @@ def test_an_unknown_option_is_refused(machine):
     assert calls == []
 
 
-#: Where the packages, and above all torch's CPU build, come from on this machine.
+#: Variables that select this machine's package index and torch's CPU build.
 _OF_THE_INDEX = ("PIP_", "SSL_", "TORCH_INDEX", "HTTPS_PROXY", "https_proxy")
 
 

@@ -9,7 +9,7 @@ from serving_double import App, ask
 from vllm_metal.serving.local_only import LocalOnly
 
 KEY = "a-key-of-this-start"
-#: Those that vLLM asks for no key, those that it does, and none.
+#: Paths without a key in vLLM, paths with one, and paths that it lacks.
 PATHS = ("/invocations", "/tokenize", "/detokenize", "/metrics", "/scale_elastic_ep", "/ping")
 PATHS += ("/v1/models", "/v1/chat/completions", "/health/", "/healthy", "//health", "/docs", "/")
 HOST = [(b"host", b"127.0.0.1:8000")]

@@ -72,7 +72,7 @@ REFUSED = {
     "enable_mamba_shared_prefix_checkpoint": True,
     "use_replayssm": True,
 }
-#: What the error names, where it is not the option.
+#: Names in the error that differ from the option's.
 NAMED = {
     "quantization": "--quantization=awq is not supported",
     "return_sampling_mask": "sampling distribution replay requires Model Runner V2",
@@ -84,7 +84,7 @@ NAMED = {
     "data_parallel_external_lb": "launch independent vLLM instances without --data-parallel",
     "default_mm_loras": "provided for a non multimodal model",
 }
-#: Of images: a value that each refused option is refused for, where images are served.
+#: Values that are rejected where images are served, by option.
 REFUSED_WITH_IMAGES = {
     "enable_mm_embeds": True,
     "mm_encoder_only": True,
@@ -96,7 +96,7 @@ REFUSED_WITH_IMAGES = {
     "skip_mm_profiling": True,
     "video_pruning_rate": 0.5,
 }
-#: What some options take beside them to be let through by vLLM.
+#: Further options that vLLM requires with some options.
 BESIDE = {
     **{field: {"enable_lora": True} for field in REFUSED if "lora" in field},
     "_api_process_rank": {"_api_process_count": 2},

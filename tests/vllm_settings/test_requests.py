@@ -57,7 +57,7 @@ VALUES = {
     "stream_interval": {"stream_interval": 5},
     "routed_experts_prompt_start": {"routed_experts_prompt_start": 1},
 }
-#: The same of those that are refused as parameters.
+#: The same for parameters that are rejected.
 REFUSED = {"watermarking": True, "thinking_token_budget": 5}
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 

@@ -11,7 +11,7 @@ from vllm_metal.cli.doctor.model import Model
 from vllm_metal.device.child import LIMITS
 
 SOME = Model("some", "/nowhere", local=True)
-#: As much of an OpenAI server as the doctor looks at.
+#: The part of an OpenAI server that the doctor reads.
 SERVER = """
 import json, signal, sys, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -24,7 +24,7 @@ from vllm_metal.engine.models.loader import weight_bytes
 from vllm_metal.engine.models.stage import Stage
 from vllm_metal.engine.worker.networks import Networks
 
-#: Of a small Llama of three layers, 128 wide, with heads of 32 and words of 600: bytes in bfloat16.
+#: Bytes in bfloat16 of a small Llama: three layers, 128 wide, heads of 32 and 600 token ids.
 LAYER = 2 * (4 * 128 * 128 + 3 * 128 * 320 + 2 * 128)
 EMBEDDING = 2 * 600 * 128
 NORM = 2 * 128

@@ -27,7 +27,7 @@ MODELS = tuple(QWEN3[size] for size in ("0.6B", "1.7B", "4B", "8B", "14B", "30B-
 PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
 GIB = 2**30
 MEMORIES = (8, 16, 24, 64, 128, 512)
-#: What other programs hold of a busy Mac's memory: a browser, an editor, a video call.
+#: Share of a busy Mac's memory held by other programs: a browser, an editor, a video call.
 BUSY = 0.5
 LARGE = 32  # GB, from where on a busy Mac's programs hold no more than they do there
 

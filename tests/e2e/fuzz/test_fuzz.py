@@ -19,11 +19,11 @@ from vllm_metal.kv_transfer.disk.view import DiskView
 from vllm_metal.platform.metal_platform import MetalPlatform
 
 NUM_SEEDS = 12
-#: Of `make test`: lookup in a pool of codes, windows with a block drafter, and states with drafts,
-#: with so few blocks that requests are preempted; and, beside a disk, states and a draft model, and
-#: K/V alone.
+#: Seeds in `make test`: lookup in a pool of codes, windows with a block drafter, and states with
+#: drafts, with so few blocks that requests are preempted; and, beside a disk, states and a draft
+#: model, and K/V alone.
 QUICK, QUICK_ON_DISK, NUM_QUICK = (21, 64, 39), (5, 48), 14
-#: The same with the contract of vLLM's second model runner; 39 of QUICK has it, too.
+#: The same with the contract of vLLM's second model runner, which 39 of QUICK also has.
 SECOND = (51, 55, 63)
 #: Sparse attention with n-gram drafts, with a draft model, and without drafts.
 SPARSE = (277, 317, 337)

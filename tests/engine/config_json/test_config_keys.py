@@ -108,7 +108,7 @@ def test_keys_left_out_are_as_transformers_takes_them(config, taken):
     assert {key: changed[key] for key in taken} == taken
 
 
-#: Of models that transformers has a class of; keys that it reads, and that the module does not.
+#: Keys that transformers' class of a model reads, and that mlx-lm's module does not.
 READ = {
     "meta-llama/Llama-2-7b": {"is_causal": False},
     "openai/gpt-oss-20b": {"attention_bias": False},

@@ -29,7 +29,7 @@ from vllm_metal.settings.mlx_vlm_models import MLX_VLM_MODELS
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
-#: Of log-probabilities, absolute. Both compute in float32 and sum in different orders.
+#: Absolute bound of log-probabilities: both compute in float32, with sums in different orders.
 TOLERANCE = 1e-3
 #: Compared in mlx_patches/test_registry.py or vision/test_towers.py; of Llama's module, Mistral's
 #: files are.
@@ -67,7 +67,7 @@ def compare(model, folder):
     return np.abs(ours(folder, tokens()) - expected).max()
 
 
-#: What is refused of these small models, and by which words.
+#: Rejected small models, and the error's text.
 NOT_READ = {
     "bitnet": "weight_scale",  # mlx-lm reads packed weights only
 }

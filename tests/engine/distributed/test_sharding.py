@@ -16,7 +16,7 @@ from vllm_metal.engine.models.loader import lazy_model
 
 #: Two processes, each of which builds the toys of all families, twice.
 pytestmark = pytest.mark.more
-#: Of float32 logits about 1 to 5, whose sums are in another order.
+#: Bound for float32 logits of about 1 to 5, with sums in another order.
 APART = 2e-5
 
 

@@ -162,7 +162,7 @@ def test_random_configurations(base, seeds, tmp_path):
     assert len(compared) >= len(seeds) / 2
 
 
-#: By family: what is updated whose name in files, in mlx-lm or in both is another one.
+#: By family: updated modules with another name in files, in mlx-lm or in both.
 RENAMED = {
     "falcon_h1": {"target_modules": [*MODULES, "in_proj", "up_proj", "down_proj"]},
     "nemotron_h": {"target_modules": [*MODULES, "in_proj", "up_proj", "down_proj"]},

@@ -279,7 +279,7 @@ def test_a_cpus_pool_is_bounded_unless_asked_for():
         check(linux, replace(settings, max_model_len=100_000), QWEN)
 
 
-#: As a step of Qwen3-Next had them with a state a draft: 36 layers of 2.1 MiB, and a block of each
+#: As in a step of Qwen3-Next with one state per draft: 36 layers of 2.1 MiB, and a block of each
 #: of 4 groups.
 STATES = StepStates(request=108 * MIB, draft=78 * MIB)
 HYBRID = replace(DEFAULTS, num_drafts=2, request_bytes=4 * 25 * MIB)

@@ -22,7 +22,7 @@ from vllm_metal.engine.models import loader
 from vllm_metal.engine.models.parts import ModelParts
 
 KEY_HEADS, VALUE_HEADS, SIZE, TAPS = 2, 6, 128, 4
-#: Of Qwen3.5-27B, an eighth of the heads: states and inputs in the same proportion.
+#: An eighth of Qwen3.5-27B's heads: states and inputs keep their proportion.
 DELTA = {
     "num_hidden_layers": 8,
     "head_dim": 64,

@@ -71,7 +71,7 @@ FAMILIES = {
     "gpt2": {"n_ctx": 512, "n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512},
 }
 
-#: Those whose layers keep states or latents, or do else what others do not.
+#: Models whose layers keep states or latents, or are otherwise unusual.
 SMALL = further.ALL
 
 
@@ -104,13 +104,13 @@ def new_request(req_id, tokens, block_ids):
     return NewRequestData(req_id, tokens, [], SamplingParams(), None, [block_ids], 0, None)
 
 
-#: One of each kind of layer: K/V, with a window, sinks, or of other layers; latents; states by
+#: One of each kind of layer: K/V, with a window, sinks, or from other layers; latents; states by
 #: each recurrence, and by runs.
 QUICK = (
     *("llama", "gpt2", "gpt_oss", "gemma4_text", "deepseek_v3", "deepseek_v32"),
     *("kimi_linear", "qwen3_next", "falcon_h1", "jamba", "lfm2", "recurrent_gemma"),
 )
-#: Those that other code of ours serves: a patch, or a form of states.
+#: Models that run other code of ours: a patch, or a form of states.
 MORE = (
     *("gemma2", "gemma3n", "minicpm3", "mistral4", "longcat_flash", "longcat_flash_ngram"),
     *("baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "gear", "kimi_k3"),

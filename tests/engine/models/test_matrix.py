@@ -8,7 +8,7 @@ from engine.models import doubles, matrix
 from engine.models.names import HELPERS, NAMES
 
 PAGE = Path(__file__).parents[3] / "docs" / "model-matrix.md"
-#: Of all modules.
+#: Minimum share of all modules.
 LEAST = 0.95
 
 

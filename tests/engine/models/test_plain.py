@@ -19,7 +19,7 @@ from vllm_metal.patches.mlx_patches import registry
 pytestmark = pytest.mark.usefixtures("unfused")
 
 FAMILIES = plain.all_families()
-#: Of modules that compute in 16 bits, in part, whatever the model's dtype.
+#: Bounds for modules that compute partly in 16 bits, in any dtype of the model.
 ROUNDED = {"muse_spark": 0.3, "prism_hadamard_qwen35": 2e-3}
 TOLERANCE = 3e-4  # of logits up to 20 in float32
 #: Modules that are patched.

@@ -28,10 +28,10 @@ ARRAYS = "refused by its arrays"  # which are not those of a module of such a co
 DIFFERENT, UNNAMED = "different", "refused, but not by name"
 OTHERWISE = "transformers' class is not what was published"
 ALLOWED = {EQUAL, NAMED, NO_MODEL, NOTHING, ARRAYS, OTHERWISE}
-#: What ends as `OTHERWISE`. transformers' PhiMoE turns long texts by the factors of short ones;
+#: Keys that end as `OTHERWISE`. transformers' PhiMoE turns long texts by the factors of short ones;
 #: Microsoft's code, vLLM's and mlx-lm's do not.
 KNOWN = {("phimoe", "rope_parameters.original_max_position_embeddings=8")}
-#: The same of keys left out. transformers' DBRX takes no base from attn_config, and its Nemotron-H
+#: The same for omitted keys. transformers' DBRX takes no base from attn_config, and its Nemotron-H
 #: bounds steps by time_step_min; the published codes do otherwise.
 KNOWN_OMISSIONS = {
     ("dbrx", "rope_parameters absent"),

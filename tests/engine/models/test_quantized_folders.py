@@ -34,7 +34,7 @@ CHANGES = {
     "mixtral": {"head_dim": 16},
     "recurrent_gemma": {"lru_width": 96},
 }
-#: Of different kinds, and all whose module is mended in what it reads of files.
+#: Different kinds, and all modules with patched file reading.
 NAMES = (
     "llama",
     "qwen3",
@@ -61,7 +61,7 @@ KINDS = {
     "8 bits": lambda name: 8,
     "mixed": lambda name: 8 if "down_proj" in name or "o_proj" in name else 4,
 }
-#: Where the folder as published is as far from transformers' forward, to the bit.
+#: The published folder differs from transformers' forward by the same amount, to the bit.
 FAR = (("qwen3_next", "4 bits"), ("qwen3_next", "mixed"))
 QUICK = ("llama", "mixed")
 MORE = ("falcon_h1", "as they are")

@@ -31,7 +31,7 @@ MEMORIES = {
     "alone": lambda of: of.allocate_states(NUM_BLOCKS, FORM.nbytes),
     "bfloat16": lambda of: of.allocate(NUM_BLOCKS, 48, KVShape(1, 16, 16), mx.bfloat16),
 }
-#: By day those that K and V share.
+#: Daily cases are those that K and V share.
 IN_MEMORIES = pytest.mark.parametrize(
     "memory", [pytest.param("alone", marks=pytest.mark.more), "bfloat16"]
 )
@@ -92,7 +92,7 @@ class Text:
 
     values: list[float]
     computed: int = 0
-    #: By how many numbers came before: what the convolution kept of them, and the state.
+    #: The convolution's kept numbers and the state, by the count of numbers before.
     states: dict[int, tuple[np.ndarray, np.ndarray]] = field(default_factory=lambda: {0: EMPTY})
 
 

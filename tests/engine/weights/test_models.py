@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("unfused")
 FEW = ("llama", "deepseek_v3", "qwen3_moe")
 MORE = ("qwen2", "gemma3_text", "mixtral", "glm4_moe", "phi3", "qwen3")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "jamba", "nemotron_h")
-#: One of each kind of packing: with an output scale, with biases, with an order, dense beside it.
+#: One of each kind of packing: output scale, biases, order, dense weights beside it.
 KINDS = ("fp8 rows", "compressed 4 bits, zeros", "compressed nvfp4", "gptq 4 bits, ordered")
 BY_DAY = [*((family, form) for family in FEW for form in KINDS[:3]), ("llama", KINDS[3])]
 CASES = [

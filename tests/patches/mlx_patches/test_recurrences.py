@@ -23,8 +23,8 @@ from vllm_metal.patches.mlx_patches.replacing import MLX_LM, MLX_VLM
 pytestmark = pytest.mark.usefixtures("unfused")
 
 FAMILIES = further.ALL
-#: Those whose modules are called by runs: attention by decays, other recurrences, K and V that are
-#: mixed with those of the token before, n-grams of tokens.
+#: Families whose modules are called by runs: attention by decays, other recurrences, K and V mixed
+#: with those of the token before, n-grams of tokens.
 BY_RUNS = {
     "baichuan_m1",
     "bailing_hybrid",
@@ -33,7 +33,7 @@ BY_RUNS = {
     "recurrent_gemma",
     "rwkv7",
 }
-#: Of each recurrence one, and one that has none.
+#: One family of each recurrence, and one without any.
 QUICK = ("deepseek_v3", "falcon_h1", "jamba", "kimi_linear", "lfm2", "qwen3_next")
 #: All other known modules.
 MORE = (

@@ -61,7 +61,7 @@ def farthest(found, expected):
     )
 
 
-#: Those whose patch is more than another name, activation or choice of experts.
+#: Families whose patch is more than another name, activation or choice of experts.
 QUICK = (
     *("cohere2", "falcon_h1", "gemma2", "gpt_oss", "jamba", "kimi_linear", "llama", "llama4_text"),
     *("nanochat", "recurrent_gemma"),

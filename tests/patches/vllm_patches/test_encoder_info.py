@@ -10,7 +10,7 @@ from vllm.model_executor.models import registry as vllms
 from vllm_metal.engine.pooling.encoders.served import ARCHITECTURES
 from vllm_metal.patches.vllm_patches.encoder_info import CLASSIFYING, PLAIN, POOLING, EncoderModel
 
-#: What differs, and why.
+#: Differences, and their reasons.
 REASONS = {
     "architecture",  # theirs is the name of the class
     "supports_pp",  # so that the platform refuses the option by its name

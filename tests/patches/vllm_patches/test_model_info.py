@@ -70,7 +70,7 @@ OF_IMAGES_AND_SOUND = {
     "supported_video_pruning_methods",
     "supports_transcription",
 }
-#: What vLLM's classes can do with images that towers of ours do not; those of hybrids are only
+#: Abilities with images that vLLM's classes have and our towers lack; hybrids' are only
 #: marked as hybrid.
 OF_TOWERS = {
     "has_inner_state",

@@ -11,11 +11,11 @@ from cli.fit.models import MODELS, OTHERS, write
 
 from vllm_metal.cli.main import main
 
-#: What no answer of `fit` needs, and what most of the time of an import goes into.
+#: Packages that no answer of `fit` needs, and that take most of the import time.
 DEAR = ("torch._inductor", "torch._dynamo", "transformers.modeling_utils", "vllm.multimodal.audio")
 #: Layers of two kinds each, for vLLM to put into groups.
 PLANNED = ("gemma3, windows", "qwen3_next, states", "gemma4, heads of two sizes")
-#: In place of what MLX measures, which depends on how far it is ahead of the device.
+#: Replaces MLX's measurement, which depends on how far it is ahead of the device.
 PEAK = "lambda: mx.get_active_memory() + 2**20"
 SCRIPT = f"""
 import json, sys

@@ -40,7 +40,7 @@ ENDS += (
     "<|eot|>",
 )
 ENDS += ("<|close|>message", "<|END_OF_TURN_TOKEN|>", "<|call|>", "<|return|>")
-#: What looks like a token in a template: marks in angle brackets, and Mistral's in square ones.
+#: Looks like a token in a template: marks in angle brackets, and Mistral's in square ones.
 TOKEN = re.compile(r"<[|｜]?/?[\w: ▁]+[|｜]?>|\[/?[A-Z_]{3,}\]")
 #: Marks that are plain text to every tokenizer.
 PLAIN = re.compile(

@@ -116,7 +116,7 @@ def put_folder(path):
     path.mkdir()
 
 
-#: What happens to a file in use, with what waits beside it, and whether the store heals by itself.
+#: Damages to a file in use and its companions, and whether the store heals by itself.
 DAMAGES = {
     "random bytes": (lambda path: scribble(path), True),
     "random bytes beside it": (lambda path: scribble(path.with_name(f"{FILE}-wal")), True),
@@ -305,7 +305,7 @@ def lie(secret, key):
     return Entry("whole", b'{"choices": []}').seal(secret, key)
 
 
-#: What somebody who can write into Redis puts in the place of an answer; of its key and value.
+#: Replacements of an answer by somebody with write access to Redis; from its key and value.
 PLANTED = {
     "sealed with nothing": lambda key, value: lie(b"", key),
     "sealed with another secret": lambda key, value: lie(b"a guess of the secret", key),
