@@ -296,8 +296,13 @@ def _layers(model: nn.Module) -> list[StatefulLayer]:
     if not any(isinstance(layer, RunLayer) for layer in layers):
         # Steps launch our own kernels; mlx-lm's only serve the dense check, which runs whole texts.
         calls = [call for call in calls if call.takes_texts]
-    return [
+    layers = [
         replace(layer, library_calls=tuple(calls)) if isinstance(layer, RecurrentLayer) else layer
+        for layer in layers
+    ]
+    most = max((layer.num_taps for layer in layers if isinstance(layer, SequenceLayer)), default=0)
+    return [
+        replace(layer, most_taps=most) if isinstance(layer, SequenceLayer) else layer
         for layer in layers
     ]
 

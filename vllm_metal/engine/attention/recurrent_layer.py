@@ -167,6 +167,8 @@ class SequenceLayer(RecurrentLayer):
     """A layer whose module is called once for all tokens of a step."""
 
     ops: RecurrentOps = field(default_factory=RecurrentOps)
+    #: Largest kernel size of the model's convolutions, whose layers share plans; 0: of these alone.
+    most_taps: int = 0
 
     def share(self, storage: Storage, part: int = 0) -> SequenceState:
         assert isinstance(storage, LayerKVCache)
@@ -174,8 +176,13 @@ class SequenceLayer(RecurrentLayer):
 
     def scope(self, state: LayerState) -> SequenceScope:
         assert isinstance(state, SequenceState)
+        return SequenceScope(state.by_kernels, self.num_taps, state.long_prompt)
+
+    @property
+    def num_taps(self) -> int:
+        """Kernel size for which plans are made."""
         taps = (convolution.taps for convolution in self.ops.convolutions)
-        return SequenceScope(state.by_kernels, max(taps, default=1), state.long_prompt)
+        return max(self.most_taps, *taps, 1)
 
     def cases(
         self,
