@@ -41,6 +41,7 @@ _GLM5_NEXT = TextModel(
     towers=("vision_tower",),
 )
 _INKLING = TextModel("inkling", ("InklingForConditionalGeneration",))
+_QWEN4 = TextModel("qwen4_exp", ("Qwen4ExpForConditionalGeneration",), towers=("vision_tower",))
 #: Rows by `model_type`. mlx-lm's module goes first where it has one, whatever stands here.
 MLX_VLM_MODELS: Mapping[str, TextModel] = {
     "cohere2_moe": TextModel("cohere2_moe"),
@@ -96,6 +97,8 @@ MLX_VLM_MODELS: Mapping[str, TextModel] = {
         architectures=("HfMoondream", "Moondream3ForCausalLM"),
         tower_tensors=("region.", "model.region."),
     ),
+    "qwen4_exp": _QWEN4,
+    "qwen4_exp_text": _QWEN4,
     "step3p7": TextModel(
         "step3p7",
         architectures=("Step3p7ForConditionalGeneration",),

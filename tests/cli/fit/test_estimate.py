@@ -130,14 +130,18 @@ def test_sparse_attention_is_estimated_without_a_mac(folder, name, row):
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "latents", "keys"),
-    [("hy_v4", 4 * (32 + 8), 2 * 16), ("glm5_next", 2 * 32, 1 * 2 * 12)],
+    [
+        ("hy_v4", 4 * (32 + 8), 2 * 16),
+        ("glm5_next", 2 * 32, 1 * 2 * 12),
+        ("qwen4_exp", 2 * 2 * 2 * 16, 2 * 24),
+    ],
 )
 def test_layers_that_share_a_choice_of_positions_keep_no_index_keys(name, latents, keys, tmp_path):
-    """Of GLM-5.3, half of the layers keep states, and keys have gates beside them."""
+    """Half of the last two's layers keep states, and GLM-5.3's keys have gates beside them."""
     path = Path(write_model(of_mlx_vlm.FAMILIES[name], tmp_path))
     found = estimate(read(path, torch.bfloat16), settings(path, torch.bfloat16), MAC)
     assert found.token_bytes == (latents + keys) * 2
-    assert (found.state_bytes > 0) == (name == "glm5_next")
+    assert (found.state_bytes > 0) == (name != "hy_v4")
 
 
 @pytest.mark.more

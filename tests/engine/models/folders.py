@@ -71,6 +71,6 @@ qwen3_moe: qwen3_vl_moe
 
 #: Distinct text models without a row in `settings.mlx_vlm_models`, with reasons.
 WITHOUT_ROW = _names("""
-keeps an indexer's keys beside K and V: longcat_flash_sparse qwen4_exp
+keeps an indexer's keys beside K and V: longcat_flash_sparse
 feeds coordinates back that it reads from hidden states: falcon_perception
 """)

@@ -101,6 +101,62 @@ INKLING: dict[str, Any] = {
 }
 
 
+#: Qwen4-Exp's text as published: states beside layers that choose groups, tables of n-grams in two
+#: of the former, and streams of hyper-connections.
+QWEN4: dict[str, Any] = (
+    {key: size for key, size in ODD.items() if key != "intermediate_size"}
+    | HEAD
+    | {
+        "model_type": "qwen4_exp_text",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "eos_token_id": 2,
+        "full_attention_interval": 2,
+        "hc_count": 3,
+        "hc_lowrank": 20,
+        "heads_per_ngram": 3,
+        "hidden_act": "silu",
+        "indexer_budget": 12,
+        "indexer_compress_ratio": 3,
+        "indexer_head_dim": 24,
+        "indexer_kv_heads": 1,
+        "indexer_n_heads": 16,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_value_head_dim": 12,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "moe_intermediate_size": 40,
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "ngram_size": 3,
+        "ngram_vocab_size_base": 50,
+        "norm_topk_prob": True,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "output_gate_type": "sigmoid",
+        "output_router_logits": False,
+        "ple_conv_kernel_size": 3,
+        "ple_embed_dim": 24,
+        "ple_layer_ids": [1, 3],
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 2],
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 700.0,
+            "rope_type": "default",
+        },
+        "router_aux_loss_coef": 0.001,
+        "seed": 1234,
+        "shared_expert_intermediate_size": 48,
+        "split_ngram_parts": 4,
+        "tie_word_embeddings": False,
+    }
+)
+
+
 def _inkling(model_type: str) -> Family:
     # The MLP widths have the names in Inkling's own files.
     text = INKLING | {
@@ -528,6 +584,12 @@ FAMILIES = {
                 "vision_config": {"model_type": "moondream3_vision"},
             },
         ),
+        Family(
+            "qwen4_exp",
+            "Qwen4ExpForConditionalGeneration",
+            {"text_config": QWEN4, "vision_config": {"model_type": "qwen4_exp"}},
+        ),
+        Family("qwen4_exp_text", "Qwen4ExpForCausalLM", QWEN4),
         Family(
             "step3p7",
             "Step3p7ForConditionalGeneration",

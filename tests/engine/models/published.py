@@ -748,6 +748,46 @@ FAMILIES |= {
         },
         common=False,
     ),
+    # Layers of two kinds, tables of n-grams in two of them, and streams of hyper-connections.
+    "qwen4_exp": Published(
+        "qwen4_exp",
+        {
+            "text_config": {k: n for k, n in _COMMON.items() if k != "intermediate_size"}
+            | _HEAD
+            | _rope(700.0, partial_rotary_factor=0.5, mrope_section=[1, 1, 2])
+            | _DELTA
+            | {
+                "num_hidden_layers": 5,
+                "layer_types": [
+                    *("linear_attention", "full_attention", "full_attention"),
+                    *("linear_attention", "full_attention"),
+                ],
+                "num_experts": 5,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 40,
+                "shared_expert_intermediate_size": 48,
+                "hc_count": 3,
+                "hc_lowrank": 20,
+                "output_gate_type": "sigmoid",
+                "ple_layer_ids": [1, 4],
+                "ple_embed_dim": 24,
+                "ple_conv_kernel_size": 3,
+                "ngram_size": 3,
+                "heads_per_ngram": 3,
+                "ngram_vocab_size_base": 50,
+                "make_ngram_vocab_size_divisible_by": 8,
+                "split_ngram_parts": 4,
+                "indexer_n_heads": 16,
+                "indexer_kv_heads": 1,
+                "indexer_head_dim": 24,
+                "indexer_budget": 24,
+                "indexer_compress_ratio": 4,
+            },
+            "vision_config": _TOWER,
+            "tie_word_embeddings": False,
+        },
+        common=False,
+    ),
     "gpt2": Published("gpt2", _GPT | {"n_inner": 288}, common=False),
     "gpt_bigcode": Published("gpt_bigcode", _GPT | {"n_inner": 288}, common=False),
     "gptj": Published("gptj", _GPT | {"rotary_dim": 6}, common=False),

@@ -21,7 +21,7 @@ from vllm_metal.identity.model_files import ModelLoadError
 #: Modules that read `rope_parameters` themselves.
 READ_ROPE = names(
     "deepseek_v4 gemma4_text glm_moe_dsa glm_ocr laguna mellum minimax_m3_vl ministral3 mistral4 "
-    "muse_glimmer muse_spark qwen3 qwen3_5 spark2_5"
+    "muse_glimmer muse_spark qwen3 qwen3_5 qwen4_exp spark2_5"
 )
 #: Modules that rotate whole heads whatever share is configured; see `ropes`.
 PARTIAL = frozenset(("glm",))
@@ -72,7 +72,7 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
             "qwen3_next seed_oss smollm3 solar_open stablelm step3p5 step3p7 talkie "
             "telechat3 xing4_0 youtu_llm flint hrm_text k2_horizon kolibri1 mistral_large3 "
             "cohere_compass deepseek_v4 ernie4_5_moe_vl glm5_next glm_ocr hy_v4 mllama molmo2 "
-            "youtu_vl"
+            "qwen4_exp youtu_vl"
         ),
         _SILU,
     ),

@@ -145,6 +145,7 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
     | names(
         "n_shared_experts chunk_size expand moe_shared_expert_overlap rope_theta sliding_window"
     ),
+    "qwen4_exp": names("intermediate_size"),  # no layer is dense
     # Only for texts longer than seq_length, which vLLM does not admit.
     "qwen": names("use_dynamic_ntk use_logn_attn"),
     "recurrent_gemma": names("tie_word_embeddings"),  # as gemma3_text

@@ -55,7 +55,7 @@ _OF_MODULE: Mapping[tuple[str, str], frozenset[str]] = {
 _TRAINED_BESIDE = names("phi3 phimoe")
 _TRAINED = "original_max_position_embeddings"
 #: Modules that never scale, whatever `rope_parameters` say.
-_ONLY_PLAIN = names("glm_ocr muse_glimmer muse_spark spark2_5")
+_ONLY_PLAIN = names("glm_ocr muse_glimmer muse_spark qwen4_exp spark2_5")
 
 
 def unread(config: Config, module: str, key: str) -> dict[tuple[str, ...], Any]:

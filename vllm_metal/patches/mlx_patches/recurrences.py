@@ -43,6 +43,8 @@ KNOWN = frozenset(
         ("mamba2", "Mamba2Block"),
         ("mlx_vlm.models.glm5_next.language", "Glm5NextLinearAttention"),
         ("mlx_vlm.models.inkling.language", "InklingDecoderLayer"),
+        ("mlx_vlm.models.qwen4_exp.language", "Qwen4ExpGatedDeltaNet"),
+        ("mlx_vlm.models.qwen4_exp.language", "Qwen4ExpPLELayer"),
         ("nemotron_h", "NemotronHMamba2Mixer"),
         ("olmo_hybrid", "GatedDeltaNet"),
         ("plamo2", "Mamba"),
