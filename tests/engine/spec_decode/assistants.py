@@ -191,9 +191,25 @@ class Judge:
             found[kind] = [torch.tensor(np.array(x[0, :, : cache.offset])) for x in both]
         return torch.tensor(np.array(hidden[0, -1:])), found
 
-    def passes(self, text, drafts):
-        """Yields each pass's [1, V] logits and its hidden states for the next one."""
+    @staticmethod
+    def stored(kv_caches, blocks_np, count):
+        """Returns keys and values by kind as `kept` does, but from the pool, by its layers."""
+        found = {}
+        for layer, kv_cache in kv_caches.items():
+            kind = "full_attention" if layer.window is None else "sliding_attention"
+            both = (np.array(x.elements)[:, blocks_np] for x in (kv_cache.keys, kv_cache.values))
+            found[kind] = [
+                torch.tensor(x.reshape(len(x), -1, x.shape[-1])[:, :count]) for x in both
+            ]
+        return found
+
+    def passes(self, text, drafts, stored=None):
+        """Yields each pass's [1, V] logits and its hidden states for the next one.
+
+        `stored` replaces the keys and values of the dense model.
+        """
         hidden, kept = self.kept(text[:-1])
+        kept = stored or kept
         with _vllms(self.config):
             for kind, layer in zip(KINDS, self.module.model.layers, strict=False):
                 layer.self_attn.attn.kept = kept[kind]
