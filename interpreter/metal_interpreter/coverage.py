@@ -119,7 +119,7 @@ def _image(library: Path, entry: int) -> _Image:
     base = entry - offset
 
     def section(name: str) -> _Flags:
-        """Returns a section's bytes in memory, where addresses are relocated, not in the file."""
+        """Returns a section as loaded, with relocated addresses, not as stored in the file."""
         found = elf.get_section_by_name(name)
         assert found is not None
         raw = (ctypes.c_uint8 * found["sh_size"]).from_address(base + found["sh_addr"])

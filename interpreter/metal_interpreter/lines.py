@@ -13,9 +13,10 @@ _SITE = re.compile(r"\{site:(0x[0-9a-f]+)\}")
 
 
 def resolve(text: str, entry: int, library: Path) -> str:
-    """Replaces `{site:ADDRESS}` in a message by file and line.
+    """Replaces `{site:ADDRESS}` in a message with file and line.
 
-    If the library's debug information cannot be read, removes it; without pyelftools, says so.
+    Removes it if the library's debug information cannot be read; without pyelftools, the message
+    says so.
     """
     if "{site:" not in text:
         return text

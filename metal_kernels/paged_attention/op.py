@@ -296,7 +296,7 @@ def _check(
         raise ValueError(reason)
     if key_pool.dtype not in (queries.dtype, *QUANTIZED_DTYPES):
         raise ValueError(
-            f"key_pool: expected {queries.dtype} as queries are, uint8 or int8; "
+            f"key_pool: expected {queries.dtype} (as of the queries), uint8 or int8; "
             f"found {key_pool.dtype}"
         )
     expected = (plan.num_tokens, shape.num_heads, shape.head_size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times a chain of small dispatches, like a decode step, with one of MLX's limits per process."""
+"""Times a decode step's chain of small dispatches with one of MLX's command-buffer limits."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_each_call_is_recorded_once():
 def test_what_is_wrong_is_said():
     with pytest.raises(CompileError, match="probe:1"):
         figures("out[0] = nothing;")
-    with pytest.raises(ValueError, match="probe: the proxy does not know grid_origin"):
+    with pytest.raises(ValueError, match="probe: the proxy does not define grid_origin"):
         figures("out[0] = grid_origin.x;")
     with pytest.raises(ValueError, match="no kernel of the name probe"):
         proxy.read("other:\n", "probe")

@@ -152,8 +152,14 @@ ARGUMENTS = [
     ("--config ./a.yaml", "there is no file ./a.yaml"),
     ("--config a.txt", "--config takes a file whose name ends in .yaml or .yml"),
     ("--max-modelen 5", "unknown: --max-modelen 5; did you mean --max-model-len?"),
-    ("--tool-call-parser nosuch", "=nosuch is not supported: leave it out to use the model's own"),
-    ("--reasoning-parser nosuch", "=nosuch is not supported: leave it out to use the model's own"),
+    (
+        "--tool-call-parser nosuch",
+        "=nosuch is not supported: omit the option to use the model's default",
+    ),
+    (
+        "--reasoning-parser nosuch",
+        "=nosuch is not supported: omit the option to use the model's default",
+    ),
     ("--ssl-keyfile a.key", "--ssl-keyfile=a.key: there is no such file"),
     ("--middleware no.such.Thing", "--middleware=no.such.Thing does not exist: give MODULE.NAME"),
     ("--logits-processors no.such:Thing", "--logits-processors=no.such:Thing does not exist: give"),

@@ -250,7 +250,7 @@ def _check_parser(option: str, given: str | None, manager: Any) -> None:
     known = manager.list_registered()
     if given and given not in known:
         raise ValueError(
-            f"{option}={given} is not supported: leave it out to use the model's own"
+            f"{option}={given} is not supported: omit the option to use the model's default"
             + values.did_you_mean(given, known)
         )
 

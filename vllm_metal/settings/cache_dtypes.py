@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of --kv-cache-dtype."""
+"""Names that --kv-cache-dtype accepts."""
 
 _ALIASES = {
     "fp8": "fp8_per_token_head",

@@ -136,8 +136,8 @@ class _Function:
     def main_loop(self) -> list[Instruction]:
         """Instructions of the main loop (see `Figures`); empty if no loop loads.
 
-        An outer loop without loads or products of its own runs once for many rounds of the inner
-        one. An inner loop that loads for a product outside of it is only a part of a round.
+        Of nested loops, it is the inner one, unless that only loads for a product outside of it: an
+        outer loop without loads or products of its own runs once for many rounds of the inner one.
         """
         loops = [body for body in self._loops if any(x.loaded_bytes for x in body)]
         if not loops:

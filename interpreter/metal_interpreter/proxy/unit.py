@@ -45,7 +45,7 @@ def unit(call: Call) -> str:
     """
     missing = [name for name in call.signature.mentions.attributes if name not in _POSITIONS]
     if missing:
-        raise ValueError(f"{call.kernel}: the proxy does not know {', '.join(missing)}")
+        raise ValueError(f"{call.kernel}: the proxy does not define {', '.join(missing)}")
     sizes = "".join(
         f"#define SIZE_{axis} {size}u\n" for axis, size in zip("XYZ", call.threadgroup, strict=True)
     )

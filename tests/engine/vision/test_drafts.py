@@ -248,6 +248,6 @@ def test_a_head_that_embeds_tokens_in_another_width_is_named():
     config = SimpleNamespace(speculative_config=speculation, model_config=model)
     head = SimpleNamespace(embed_tokens=lambda token_ids: mx.zeros((len(token_ids), 8)))
     network = HeadNetwork(config, head, (), None)
-    reason = "'head' is not supported with images: it embeds tokens in 8 numbers"
+    reason = "'head' is not supported with images: its token embeddings have 8 dimensions"
     with pytest.raises(ModelLoadError, match=reason):
         network.read_images(None)

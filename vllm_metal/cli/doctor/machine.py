@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the machine: processor, macOS, MLX, memory, disk and settings.
 
-Also collects facts for the readers of a report that no check depends on.
+Also collects facts that no check depends on, for the readers of a report.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def _utilization(args: Namespace) -> float:
 
 
 def _longest(path: Path, content: Mapping[str, Any], served: Architecture) -> int:
-    """Returns the tokens of the longest text by vLLM's rules and the position table."""
+    """Returns the longest text's number of tokens, by vLLM's rules and the position table."""
     stated = engine.longest_text(dict(content))
     if (path / _LENGTH_FILE).is_file():
         stated = json.loads((path / _LENGTH_FILE).read_text()).get(_LENGTH) or stated

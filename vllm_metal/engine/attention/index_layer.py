@@ -49,7 +49,7 @@ class IndexKind(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexLayer(AttentionLayer):
-    """The keys of one layer's indexer, or rows that it pools; `num_heads` are its queries'."""
+    """Keys of a layer's indexer, or rows that it pools to keys; `num_heads`: its query heads."""
 
     choice: Choice = 0
     query_size: int = 0

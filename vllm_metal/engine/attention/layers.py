@@ -373,5 +373,5 @@ def _probe(cache: Any) -> Probe:
     kind = type(cache)
     probe = _BY_NAME.get(kind.__name__) if kind.__module__ == _OF_MLX_VLM else PROBES.get(kind)
     if probe is None:
-        raise NotImplementedError(f"keeps {kind.__name__} layers, which is not supported")
+        raise NotImplementedError(f"uses caches of type {kind.__name__}, which are not supported")
     return probe(cache)

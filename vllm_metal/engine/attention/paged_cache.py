@@ -118,7 +118,7 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         return sparse.in_order(outputs)[:, :, None]
 
     def _rows_of(self, queries: mx.array) -> mx.array:
-        """Returns [T, H, D] rotated queries of the layer's [T, H, 1, D]."""
+        """Rotates the layer's [T, H, 1, D] queries, and returns them as [T, H, D]."""
         rotated, self._rotated_queries = self._rotated_queries, None
         if rotated is not None and queries is rotated[0]:
             queries = rotated[1]

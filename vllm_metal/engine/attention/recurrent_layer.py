@@ -278,7 +278,7 @@ def _one_sequence_of(tree: Any, num_rows: int) -> Any:
 
 
 class RunCache(_StepCache[RunState, RunPlan]):
-    """Replaces the ArraysCache of a layer that is called once per run."""
+    """Replaces the ArraysCache of a layer that is called once per run of equally long texts."""
 
     def call(self, module: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         num_rows = self._scope.positions.size

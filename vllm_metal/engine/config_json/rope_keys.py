@@ -99,7 +99,7 @@ def _is_ratio(config: Config, parameters: Config) -> bool:
 
 
 def _lone_yarn_mscale(parameters: Config, rope_type: str) -> dict[tuple[str, ...], Any]:
-    """Returns YaRN's mscale if only one of two is set: mlx-lm, unlike transformers, applies it."""
+    """Returns YaRN's `mscale` or `mscale_all_dim` if it is set alone: only mlx-lm applies it."""
     if rope_type not in ("yarn", "deepseek_yarn") or parameters.get("attention_factor") is not None:
         return {}
     mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")

@@ -202,9 +202,10 @@ def _cut(layout: StepLayout) -> StepLayout:
 
 
 def _calls(cut: StepLayout, places: Callable[[np.ndarray, np.ndarray], mx.array]) -> CompressedRows:
-    """Groups pieces of requests, the same ones for all layers.
+    """Groups pieces of requests into calls; the groups are the same for all layers.
 
-    `places` maps indices of pieces and their contexts' lengths to [n or 1, k] places.
+    `places` maps indices of pieces and the lengths of their contexts to the [n, k] places that they
+    read, or to [1, k] if all read the same.
     """
     starts_np, num_tokens_np = cut.query_start_loc_np, np.diff(cut.query_start_loc_np)
     positions_np = np.zeros(int(starts_np[-1]), np.int32)

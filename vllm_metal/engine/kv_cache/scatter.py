@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stores the KV pool with MLX's own operations, so that MLX never copies the pool."""
+"""Writes the KV pool by MLX's own operations, ordered so that MLX never copies the pool."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def _with_guests(
     block_size: int,
     dtype: mx.Dtype,
 ) -> dict[str, KVCacheSpec]:
-    """Adds the guests' specs, or pads the pages of the others for them; see `kv_cache_specs`."""
+    """Adds the guests' specs to one group, or pads the pages of several; see `kv_cache_specs`."""
     if not any(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
         raise NotImplementedError(
             "a draft network is not supported with this model: none of its layers attends to the "
@@ -297,7 +297,7 @@ def allocate_kv_caches(
 def _packs_of(
     config: KVCacheConfig, layers: Mapping[str, StatefulLayer]
 ) -> dict[str, StatefulLayer]:
-    """Returns the packs of a configuration, by the names of their first layers."""
+    """Returns the packs (layers that share one vLLM layer) by the names of their first layers."""
     found: dict[str, StatefulLayer] = {}
     for group in config.kv_cache_groups:
         spec: Any = group.kv_cache_spec

@@ -200,7 +200,7 @@ def _other_experts(
 
 
 def _origins(weights: _Weights, model: nn.Module) -> dict[str, _Origin]:
-    """Runs the marked arrays through `sanitize` and reads the origins of updated modules."""
+    """Runs arrays that encode their origin through `sanitize`; returns updated modules' origins."""
     sources, rows, columns, factors = (
         _sanitize(model, weights.arrays(values)) for values in ("source", "row", "column", "factor")
     )

@@ -97,7 +97,7 @@ class MemoryPlanner:
         adapters: AdapterBytes | None = None,
         image_bytes: int = 0,  # cached image embeddings and the tower's peak
     ) -> int:
-        """Returns the KV pool's bytes; measures with only the networks loaded.
+        """Returns the KV pool's size in bytes; call it while only the networks are loaded.
 
         Raises BudgetError: the pool would not hold one request of max_model_len.
         """

@@ -267,9 +267,9 @@ class LargestCalls:
     def step_states(self, peaks: Peaks, num_tokens: int) -> StepStates | None:
         """Memory of requests and drafts besides their tokens; None without recurrent layers.
 
-        A step is estimated as a sum: prompt tokens (`peaks.forward` has `num_tokens` of them) plus
-        what each request and each draft takes beyond one token. A request's memory grows with its
-        drafts as a maximum of linear functions, which a line from no drafts to all of them bounds.
+        A step's memory is estimated as that of a forward of `num_tokens` prompt tokens, plus what
+        each request and each draft takes more than a prompt token. A request's memory is a maximum
+        of linear functions of its number of drafts, so the line between none and all is a bound.
         """
         if not self.keeps_states:
             return None

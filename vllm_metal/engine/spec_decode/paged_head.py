@@ -66,9 +66,9 @@ class HeadNetwork(DraftNetwork):
             assert self._config.speculative_config is not None
             raise ModelLoadError(
                 f"--speculative-config model {self._config.speculative_config.model!r} is not "
-                f"supported with images: it embeds tokens in {own} numbers, but the images of "
-                f"{model.model!r} have {size}. Choose another head, or serve text alone: "
-                "--language-model-only."
+                f"supported with images: its token embeddings have {own} dimensions, but "
+                f"the image embeddings of {model.model!r} have {size}. Choose another head, "
+                "or serve text alone: --language-model-only."
             )
         self._images = HeadImages(head, images)
 

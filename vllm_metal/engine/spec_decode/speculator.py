@@ -322,7 +322,7 @@ class Speculator(PerRequestState):
 
 
 def _within(counts_np: np.ndarray, most: int | None) -> np.ndarray:
-    """[R] int32 drafts, reduced to `most` in total: all requests' first drafts take precedence."""
+    """Reduces [R] int32 counts of drafts to `most` in total, second drafts before first ones."""
     if most is None or counts_np.sum() <= most:
         return counts_np
     there = np.arange(counts_np.max())[:, None] < counts_np  # [K, R]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The towers of Pixtral (patches of any grid) and Mistral 3 (its projector merges squares)."""
+"""Vision towers of Pixtral (any grid of patches) and Mistral 3 (whose projector merges patches)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class FoundBlock:
 
 @dataclass(frozen=True)
 class RootFiles:
-    """Total bytes of the files below a cache's root folder, and its blocks."""
+    """Total size of the files below a cache's root folder in bytes, and the cache's blocks."""
 
     bytes: int  # total size of files, including other programs'
     blocks: list[FoundBlock]

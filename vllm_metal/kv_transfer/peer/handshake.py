@@ -108,7 +108,7 @@ def greet(link: Link, secret: bytes, terms: Terms) -> int:
     link.send_bytes(PREAMBLE)
     link.send(Greeting(nonce))
     if link.receive_bytes(len(PREAMBLE)) != PREAMBLE:
-        raise Refused("it speaks another version, or another protocol")
+        raise Refused("it is no peer of this version of vllm-metal; run the same release on both")
     proof = decode(link.receive(MAX_UNKNOWN_BYTES), Proof)
     challenge = Challenge(nonce, proof.nonce, proof.session)
     if not challenge.is_proof(secret, "client", proof.proof):

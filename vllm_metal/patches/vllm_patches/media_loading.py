@@ -155,7 +155,7 @@ _FETCHES = [True]  # whether URLs of any host are fetched; a list, so that `boun
 
 
 class CountImages:
-    """ASGI middleware that groups images by request."""
+    """ASGI middleware that counts images per request, for their memory limit."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -13,7 +13,7 @@ from vllm_metal.engine.weights.layers import dense_rows
 
 
 def of_bert(model: Any) -> torch.nn.Module:
-    """Returns BERT's classifier, after the pooler's dense layer: [R, H] to [R, labels]."""
+    """Returns the pooler's dense layer and BERT's classifier as one: [R, H] to [R, labels]."""
     return torch.nn.Sequential(
         _linear(model.pooler.dense), torch.nn.Tanh(), _linear(model.classifier)
     )

@@ -30,7 +30,8 @@ def language(module: ModuleType) -> None:
         size = rope._inv_freq.size
         if sum(sections) != size:
             raise ValueError(
-                f"mrope_section={list(sections)} has {sum(sections)} frequencies of {size}"
+                f"mrope_section={list(sections)} sums to {sum(sections)}, not to the number of "
+                f"frequencies, {size}"
             )
         of_images = size - sections[2]
         order = [*range(0, of_images, 2), *range(1, of_images, 2), *range(of_images, size)]

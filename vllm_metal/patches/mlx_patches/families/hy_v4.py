@@ -100,7 +100,7 @@ def hyper_connection(module: ModuleType) -> None:
 
 
 def language(module: ModuleType) -> None:
-    """Lets caches attend, and limits the experts' activations."""
+    """Lets the layers' caches compute attention, and clamps the experts' activations."""
 
     def limit(layer: Any, args: Any, layer_idx: int) -> None:
         if "switch_mlp" in layer.mlp:
