@@ -249,9 +249,7 @@ def _check_tails(
     first = rotation.kind.first
     if tails is None:
         if first:
-            raise ValueError(
-                f"tails: missing; elements are rotated from index {first} on"
-            )
+            raise ValueError(f"tails: missing; elements are rotated from index {first} on")
         return
     size = key_pool.shape[-1] - first
     if tails.shape != (*keys.shape[:2], size) or tails.dtype != keys.dtype:
