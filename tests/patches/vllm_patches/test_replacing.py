@@ -62,8 +62,9 @@ def test_the_last_of_several_closures_counts(theirs):
 
 
 def test_the_replacement_looks_like_the_original(theirs):
+    doc = theirs.double.__doc__
     replace(theirs, "double", plus_one)
-    assert theirs.double.__doc__ == "Twice the number."
+    assert doc and theirs.double.__doc__ == doc
     assert list(inspect.signature(theirs.double).parameters) == ["self", "number"]
 
 
