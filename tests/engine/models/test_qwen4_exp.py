@@ -56,12 +56,12 @@ def test_ngrams_end_with_a_text(both, chunk):
         assert farthest(found, wanted) <= TOLERANCE
 
 
-def forget_ends(library, layer, tokens, earlier):
-    return CHOOSE(library, layer, tokens, [library.where(t == END, 3, t) for t in earlier])
+def forget_ends(layer, tokens, earlier):
+    return CHOOSE(layer, tokens, [mx.where(t == END, 3, t) for t in earlier])
 
 
-def forget_the_second(library, layer, tokens, earlier):
-    return CHOOSE(library, layer, tokens, [earlier[0], earlier[0]])
+def forget_the_second(layer, tokens, earlier):
+    return CHOOSE(layer, tokens, [earlier[0], earlier[0]])
 
 
 CHOOSE = qwen4_exp.ngram_rows

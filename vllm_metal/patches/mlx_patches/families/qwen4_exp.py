@@ -16,7 +16,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from vllm_metal.patches.mlx_patches.families.arrays import Arrays, renamed
@@ -117,36 +116,30 @@ def _embed_ngrams(self: Any, input_ids: mx.array, cache: Any) -> mx.array:
     Rows are chosen as by `Qwen4ExpTextNGramEmbedding` of transformers.
     """
     tokens = input_ids.astype(mx.int64)
-    rows = ngram_rows(mx, self, tokens, _tokens_before(self, tokens, cache))
+    rows = ngram_rows(self, tokens, _tokens_before(self, tokens, cache))
     found: mx.array = self.ngram_embedding(rows)
     return found.flatten(-2)
 
 
-def ngram_rows(library: Any, layer: Any, tokens: Any, earlier: Sequence[Any]) -> Any:
+def ngram_rows(layer: Any, tokens: mx.array, earlier: Sequence[mx.array]) -> mx.array:
     """Returns [..., heads] int64, the rows of n-grams in a layer's table.
 
     Args:
-        library: numpy or mlx.core, whose arrays the tokens are.
         layer: mlx-vlm's module with the numbers that choose rows.
         tokens: [...] int64.
         earlier: [...] int64 for each distance from 1 on, the tokens before each token; before a
             text, the token that ends texts.
     """
-    multipliers, sizes, offsets = (
-        array if library is mx else np.array(array)
-        for array in (
-            layer.layer_multipliers, layer.ngram_heads_vocab_sizes, layer.ngram_heads_offsets
-        )
-    )  # fmt: skip
+    multipliers, sizes = layer.layer_multipliers, layer.ngram_heads_vocab_sizes
     heads, end = layer.heads_per_ngram, layer.eos_token_id
     mixed, is_over, rows = tokens * multipliers[0], tokens < 0, []
     for number, token in enumerate(earlier, start=1):
         # n-grams do not reach into the text before.
         is_over = is_over | (token == end)
-        mixed = mixed ^ (library.where(is_over, end, token) * multipliers[number])
+        mixed = mixed ^ (mx.where(is_over, end, token) * multipliers[number])
         of_order = slice((number - 1) * heads, number * heads)
-        rows.append(mixed[..., None] % sizes[of_order] + offsets[of_order])
-    return library.concatenate(rows, axis=-1)
+        rows.append(mixed[..., None] % sizes[of_order] + layer.ngram_heads_offsets[of_order])
+    return mx.concatenate(rows, axis=-1)
 
 
 def _tokens_before(self: Any, input_ids: mx.array, cache: Any) -> list[mx.array]:
