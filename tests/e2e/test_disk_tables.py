@@ -6,14 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from e2e.harness import counters, engine, greedy, run_out
 from e2e.harness import generate as generated
 from engine.models import further, of_mlx_vlm, recurrent
 from engine.models.published import FAMILIES, VOCAB, make, write
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 from vllm import SamplingParams
 
 from vllm_metal.engine.models.table_rows import TableRows
-from vllm_metal.engine.weights import table_reader
+from vllm_metal.engine.weights import disk_tables, table_reader
 from vllm_metal.engine.worker.model_runner import ModelRunner
 
 LAYERS, PER_LAYER = 6, 10  # of the small Gemma 4
@@ -37,6 +39,14 @@ def ngrams(tmp_path_factory):
     """Its tables are called with hashes of two and three tokens."""
     family = further.FAMILIES["longcat_flash_ngram"]
     return recurrent.write_model(family, tmp_path_factory.mktemp("ngrams") / "model", drawn=True)
+
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory):
+    """Two of its layers have a table each, of which they choose rows by n-grams."""
+    text = FAMILIES["qwen4_exp"].config["text_config"] | {"head_dim": 64, "indexer_head_dim": 64}
+    model = make(FAMILIES["qwen4_exp"], text_config=text)
+    return write(model, tmp_path_factory.mktemp("layers") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +106,9 @@ def late(monkeypatch):
         pytest.param("folder", "interpret", "draft_model", marks=pytest.mark.slow),
         pytest.param("ngrams", "mlx", None, marks=pytest.mark.more),
         pytest.param("ngrams", "mlx", "ngram", marks=pytest.mark.more),
+        pytest.param("layers", "mlx", None, marks=pytest.mark.more),
+        pytest.param("layers", "mlx", "ngram", marks=pytest.mark.more),
+        pytest.param("layers", "interpret", "ngram", marks=pytest.mark.slow),
         pytest.param("values", "mlx", None, marks=pytest.mark.more),
     ],
 )
@@ -103,7 +116,7 @@ def test_tokens_are_those_of_a_loaded_table(model, late, monkeypatch, kernels, d
     """Chunks, greedy and seeded requests in one batch, and a hit."""
     folder = request.getfixturevalue(model)
     monkeypatch.setenv("VLLM_METAL_KERNELS", kernels)
-    vocabulary = VOCAB if model == "folder" else recurrent.VOCAB
+    vocabulary = recurrent.VOCAB if model in ("ngrams", "values") else VOCAB
     asked, found, hits = prompts(5, 33, 50, vocabulary=vocabulary), {}, {}
     speculation = None
     if drafts is not None:
@@ -150,6 +163,34 @@ def test_a_step_reads_the_rows_of_its_tokens_and_no_others(folder, monkeypatch):
     expected = sum(now != last for last, now in itertools.pairwise(read)) + 1
     # The warm-up may have left the first; with async scheduling one more step may have begun.
     assert nbytes / ROW_BYTES in (expected - 1, expected, expected + 1)
+
+
+@pytest.mark.more
+def test_a_step_reads_the_rows_that_its_ngrams_choose(tmp_path, monkeypatch):
+    """With room for one row, all of a step's rows are read; transformers' model chooses them."""
+    model, steps = make(FAMILIES["qwen4_exp"]), []
+    folder, (prompt,) = write(model, tmp_path / "model"), prompts(20)
+    monkeypatch.setattr(disk_tables, "CACHE_BYTES", 1)
+    with start(folder) as llm:
+        before = counters(llm)[READ]
+        (tokens,) = generated(llm, [prompt], greedy(10, detokenize=False))
+        run_out(llm)
+        nbytes = counters(llm)[READ] - before
+    for _, module in model.named_modules():
+        if isinstance(module, Qwen4ExpTextNGramEmbedding):
+            of_table = module.ngram_embedding
+            of_table.register_forward_pre_hook(lambda _, args: steps.append(args[0][0].numpy()))
+            row_bytes = of_table.weight[0].nbytes
+    with torch.no_grad():
+        model(torch.tensor([[*prompt, *tokens[:-1]]]))
+    expected = 0
+    for ids in steps:  # [T, heads] of each table
+        rows = [np.unique(part) for part in (ids[:20], *ids[20:])]
+        last = [-1, *(row[-1] for row in rows)]
+        expected += sum(len(row) - (row[0] == end) for row, end in zip(rows, last, strict=False))
+    assert len(steps) == 2 and expected > 2 * (40 + 9 * 6)
+    # With async scheduling one more step may have begun.
+    assert nbytes / row_bytes in range(expected, expected + 2 * ids.shape[1] + 1)
 
 
 def test_a_file_that_is_cut_off_fails_requests_with_its_name(tmp_path, folder):

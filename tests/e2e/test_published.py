@@ -110,6 +110,7 @@ def give_back(llm, blocks):
         *itertools.product(QUICK, ["memory"]),
         *(pytest.param(*case.values, "memory", marks=case.marks) for case in SLOW),
         *itertools.product(WITH_TABLES, ["disk"]),
+        pytest.param("qwen4_exp", "disk", marks=pytest.mark.more),  # n-grams' tables, in shards
     ],
 )
 def test_log_probabilities_equal_transformers(name, place, tmp_path):

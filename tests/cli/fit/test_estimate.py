@@ -77,12 +77,21 @@ def test_a_table_on_disk_is_no_weight(folder, name, row):
     assert estimates[1].tables == 600 * row
 
 
-def test_tables_of_ngrams_are_no_weights(tmp_path):
-    folder = Path(write_model(further.FAMILIES["longcat_flash_ngram"], tmp_path / "model"))
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        (further.FAMILIES["longcat_flash_ngram"], 16 * (129 + 131 + 133 + 135)),
+        # Primes from 50 on, and rows of 24 / 6 values.
+        (of_mlx_vlm.FAMILIES["qwen4_exp_text"], 4 * (384 + 552)),
+    ],
+    ids=lambda case: getattr(case, "module", ""),
+)
+def test_tables_of_ngrams_are_no_weights(tmp_path, family, values):
+    folder = Path(write_model(family, tmp_path / "model"))
     whole, found = (
         read(folder, torch.float32, tables=rule) for rule in (None, TableRule("disk", 0))
     )
-    nbytes = 4 * 16 * (129 + 131 + 133 + 135)  # float32, 16 values a row
+    nbytes = 4 * values  # float32
     assert (whole.tables, found.tables) == (0, nbytes)
     assert whole.weights - found.weights == nbytes
     planned = estimate(found, settings(folder, torch.float32), MAC)

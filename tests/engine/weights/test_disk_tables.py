@@ -13,6 +13,7 @@ import torch
 from engine.models import further, of_mlx_vlm
 from engine.models.published import FAMILIES, make
 from engine.models.recurrent import write_model
+from engine.weights.toys import DENSE, stored_as, write_stored
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
 from mlx_lm.utils import load_config, quantize_model, save_config, save_model
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from vllm_metal.engine.models.loader import lazy_model
 from vllm_metal.engine.weights.disk_tables import TableRule, tables_of
 from vllm_metal.engine.weights.lazy import outlines_only
+from vllm_metal.identity.model_files import ModelLoadError
 
 DISK = TableRule("disk", 0)
 PER_LAYER = 32  # values of the table per layer, in groups that MLX quantizes
@@ -34,24 +36,41 @@ def folder_of(tmp_path, name="gemma4_text", dtype="float32", changes=None, **opt
     return tmp_path / "published"
 
 
+class Judged(TableRule):
+    """Keeps tables on disk; the loaded bytes of all weights that it judged by."""
+
+    weights = 0
+
+    def keeps_on_disk(self, table, weights, num_layers):
+        object.__setattr__(self, "weights", weights)
+        return True
+
+
 def check(folder, dtype=mx.float32):
-    """The model with its table on disk has no such parameter, and its rows are the loaded ones."""
-    loaded, served = lazy_model(folder, dtype), lazy_model(folder, dtype, tables=DISK)
-    (table,) = tables_of(served)
-    ((path, expected),) = [
-        (path, module)
+    """The model with its tables on disk has no such parameters, and their rows are the loaded ones.
+
+    Returns the tables.
+    """
+    rule = Judged("disk", 0)
+    loaded, served = lazy_model(folder, dtype), lazy_model(folder, dtype, tables=rule)
+    tables = tables_of(served)
+    expected = {
+        path: module
         for path, module in loaded.named_modules()
-        if path.endswith("embed_tokens_per_layer")
-    ]
-    assert served_names(served) == {
-        name for name in served_names(loaded) if not name.startswith(f"{path}.")
+        if path.endswith(("embed_tokens_per_layer", "ngram_embedding"))
     }
-    num_rows = expected.weight.shape[0]
-    ids = mx.array(np.random.default_rng(0).integers(0, num_rows, (3, 50)))
-    found, rows = table(ids), expected(ids)
-    assert found.dtype == rows.dtype and float(mx.abs(rows).max()) > 0
-    assert mx.array_equal(found, rows)
-    return table
+    weights = sum(array.nbytes for _, array in tree_flatten(loaded.parameters()))
+    assert rule.weights == pytest.approx(weights, rel=0.02)  # scales may stay in float32
+    assert served_names(served) == {
+        name for name in served_names(loaded) if name.rpartition(".")[0] not in expected
+    }
+    for table, module in zip(tables, expected.values(), strict=True):
+        num_rows = module.weight.shape[0]
+        ids = mx.array(np.random.default_rng(0).integers(0, num_rows, (3, 50)))
+        found, rows = table(ids), module(ids)
+        assert found.dtype == rows.dtype and float(mx.abs(rows).max()) > 0
+        assert mx.array_equal(found, rows)
+    return tables
 
 
 def served_names(model):
@@ -69,7 +88,7 @@ def served_names(model):
 )
 def test_rows_of_published_files(tmp_path, name, stored, served):
     folder = folder_of(tmp_path, name, stored)
-    table = check(folder, DTYPES[served])
+    (table,) = check(folder, DTYPES[served])
     values = FAMILIES[name].config["num_hidden_layers"] * PER_LAYER
     assert table.nbytes == FAMILIES[name].config["vocab_size_per_layer_input"] * values * (
         DTYPES[stored].size
@@ -130,6 +149,66 @@ def test_rows_of_folders_that_mlx_lm_quantized(tmp_path, name, mode, bits, of_ta
         check(folder, dtype)
 
 
+NGRAM_HEADS = 6
+#: Rows that MLX quantizes, and layers that formats pack.
+NGRAMS = {"ple_embed_dim": NGRAM_HEADS * PER_LAYER, "head_dim": 32, "hidden_size": 64}
+NGRAMS |= {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+
+
+def folder_of_ngrams(tmp_path, dtype="float32", **options):
+    text = FAMILIES["qwen4_exp"].config["text_config"] | NGRAMS
+    model = make(FAMILIES["qwen4_exp"], text_config=text)
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path / "published", **options)
+    return tmp_path / "published"
+
+
+@pytest.mark.parametrize("size", ["100GB", pytest.param("100kB", marks=pytest.mark.more)])
+def test_rows_of_ngrams_in_shards(tmp_path, size):
+    """Two tables of four shards, which may be in different files."""
+    folder = folder_of_ngrams(tmp_path, max_shard_size=size)
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    assert (len(files) > 4) == (size == "100kB")
+    assert sum(".ngram_embedding.shard_" in name for tensors in files for name in tensors) == 2 * 4
+    sums = [sum((53, 59, 61, 67, 71, 73)), sum((79, 83, 89, 97, 101, 103))]  # primes from 50 on
+    assert {table.nbytes for table in check(folder)} == {n * PER_LAYER * 4 for n in sums}
+
+
+@pytest.mark.more
+def test_rows_of_ngrams_beside_packed_layers(tmp_path):
+    folder = folder_of_ngrams(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    stored, _ = stored_as("modelopt nvfp4", tensors, (*DENSE, "experts"))
+    assert len(stored) > len(tensors)
+    write_stored("modelopt nvfp4", stored, folder)
+    check(folder, mx.bfloat16)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("in_shards", [False, True])
+def test_rows_of_ngrams_that_mlx_quantized(tmp_path, in_shards):
+    """As mlx-vlm writes them, and as one array."""
+    published = folder_of_ngrams(tmp_path, "bfloat16")
+    config, model = load_config(published), lazy_model(published, mx.bfloat16)
+    model, config = quantize_model(
+        model, config, 32, 4, quant_predicate=lambda path, part: "ngram_embedding" in path
+    )
+    (tmp_path / "quantized").mkdir()
+    save_model(tmp_path / "quantized", model)
+    save_config(config, tmp_path / "quantized" / "config.json")
+    if in_shards:
+        path = tmp_path / "quantized" / "model.safetensors"
+        arrays = {}
+        for name, array in mx.load(str(path)).items():
+            stem, _, part = name.rpartition(".")
+            if stem.endswith("ngram_embedding"):
+                for number, rows in enumerate(mx.split(array, 4)):
+                    arrays[f"{stem}.shards.{number}.{part}"] = mx.contiguous(rows)
+            else:
+                arrays[name] = array
+        mx.save_safetensors(str(path), arrays, {"format": "mlx"})
+    check(tmp_path / "quantized", mx.bfloat16)
+
+
 def test_a_table_that_is_changed_as_it_is_loaded_stays_in_memory(tmp_path, monkeypatch):
     folder = folder_of(tmp_path)
     check(folder)
@@ -144,6 +223,16 @@ def test_a_table_that_is_changed_as_it_is_loaded_stays_in_memory(tmp_path, monke
     monkeypatch.setattr(gemma4_text.Model, "sanitize", scaled)
     loaded, served = lazy_model(folder, mx.float32), lazy_model(folder, mx.float32, tables=DISK)
     assert not tables_of(served) and served_names(served) == served_names(loaded)
+
+
+@pytest.mark.parametrize("rule", [None, DISK])
+def test_a_table_with_fewer_rows_than_the_model_has_is_an_error(tmp_path, rule):
+    folder = folder_of(tmp_path)
+    config = load_config(folder)
+    config["vocab_size_per_layer_input"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="embed_tokens_per_layer"):
+        lazy_model(folder, mx.float32, tables=rule)
 
 
 _LONGCAT = further.FAMILIES["longcat_flash_ngram"]

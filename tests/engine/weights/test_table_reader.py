@@ -8,6 +8,8 @@ from vllm_metal.engine.weights.table_reader import StoredRows, TableError, Table
 from vllm_metal.metrics.step_metrics import take_measured
 
 ROWS, WIDTHS = 200, (6, 3)
+#: Rows at which the tensors' shards begin.
+STARTS = ((0, 15, 90), (0, 40))
 ROW_BYTES = sum(WIDTHS)
 
 
@@ -20,12 +22,15 @@ def tables():
 
 @pytest.fixture
 def parts(tmp_path, tables):
-    """Two tensors in two files, each at an offset."""
+    """Two tensors in shards, each in a file of its own at an offset."""
     found = []
-    for index, table in enumerate(tables):
-        path = tmp_path / f"part{index}"
-        path.write_bytes(bytes(5 + index) + table.tobytes())
-        found.append(StoredRows(path, 5 + index, ROWS, table.shape[1]))
+    for index, (table, starts) in enumerate(zip(tables, STARTS, strict=True)):
+        shards = []
+        for number, rows in enumerate(np.split(table, starts[1:])):
+            path = tmp_path / f"part{index}-{number}"
+            path.write_bytes(bytes(5 + index) + rows.tobytes())
+            shards.append(StoredRows(path, 5 + index, len(rows), table.shape[1]))
+        found.append(shards)
     return found
 
 
@@ -78,18 +83,18 @@ def test_any_number_of_rows_at_once(tables, parts, capacity):
 def test_a_removed_file_is_read_on_and_one_that_is_cut_off_is_an_error(tables, parts):
     reader = TableReader(parts)
     read(reader, [1])
-    parts[0].file.unlink()
+    parts[0][0].file.unlink()
     outs, _ = read(reader, [2])
     check(tables, [2], outs)
-    content = parts[1].file.read_bytes()
-    with parts[1].file.open("r+b") as file:
-        file.truncate(parts[1].offset + 10 * WIDTHS[1] + 1)
+    content = parts[1][0].file.read_bytes()
+    with parts[1][0].file.open("r+b") as file:
+        file.truncate(parts[1][0].offset + 10 * WIDTHS[1] + 1)
     outs, _ = read(reader, [9])
     check(tables, [9], outs)
-    with pytest.raises(TableError, match=r"row 10 .*part1: the file was cut off\. Restore"):
+    with pytest.raises(TableError, match=r"row 10 .*part1-0: the file was cut off\. Restore"):
         read(reader, [2, 5, 10, 20])
     # What was read before it is right, and so is the rest once the file is.
-    parts[1].file.write_bytes(content)
+    parts[1][0].file.write_bytes(content)
     outs, nbytes = read(reader, [20, 10, 5, 2])
     check(tables, [20, 10, 5, 2], outs)
     assert nbytes == 2 * ROW_BYTES

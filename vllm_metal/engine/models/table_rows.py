@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,7 +29,8 @@ class TableRows:
 
     A forward is built on arrays without content, while the device computes the step before. The
     host writes the rows into their memory once it knows the tokens, and before it submits the step.
-    If the forward computes a table's ids, as of n-grams, the device first computes these alone.
+    If the forward computes a table's ids, as of n-grams, the device first computes these, and what
+    they wait for.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -70,12 +72,16 @@ class TableRows:
 
         Raises TableError: a file cannot be read.
         """
-        late, self._late = self._late, []
-        mx.eval([rows.ids for rows in late])  # together: the device is waited for once
-        for rows in late:
-            rows.read()
         reserved, self._reserved = self._reserved, None
+        late, self._late = self._late, []
         if reserved is not None:
             ids_np = np.array(reserved.input_ids)
             for table in self._tables:
                 table.fill(ids_np, reserved.extras)
+        # One module after another: layers may share a storage, and kernels that read a layer's
+        # state wait for what the layers before wrote, which depends on their rows.
+        for _, group in groupby(late, lambda rows: rows.table.parent):
+            together = list(group)  # the device is waited for once
+            mx.eval([rows.ids for rows in together])
+            for rows in together:
+                rows.read()

@@ -4,12 +4,14 @@
 Gemma 3n and Gemma 4 give each layer a vector from a table by token id, with 2.0 billion parameters
 in Gemma 3n E2B. mlx-lm loads it, since MLX reads a tensor as a whole where any of it is used, but a
 step needs one row per token. LongCat-Flash-Lite adds vectors of twelve tables by the hashes of the
-last two to four tokens, 31 billion parameters.
+last two to four tokens, 31 billion parameters. Qwen4-Exp adds those of 16 rows, of 51 billion
+parameters in shards of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -31,14 +33,18 @@ from vllm_metal.engine.weights.table_reader import CACHE_BYTES, StoredRows, Tabl
 #: Modules of mlx-lm's and mlx-vlm's families that are called with a forward's token ids, besides
 #: the embedding of tokens, which is often the head as well.
 TABLES = ("embed_tokens_per_layer", "value_embeds")
-#: Lists of modules that are called with other ids, which the forward computes from token ids.
-LISTS_OF_TABLES = ("ngram_embeddings.embedders",)
+#: Patterns of modules that are called with other ids, which the forward computes from token ids.
+TABLES_OF_NGRAMS = (r"ngram_embeddings\.embedders\.\d+", "ngram_embedding")
 #: With "auto", tables stay on disk if the weights would take more than this share of the memory:
 #: the same as from which macOS is asked to keep weights resident (memory.wiring).
 LARGE_WEIGHTS = 1 / 2
 logger = init_logger(__name__)
 
 _PARTS = ("weight", "scales", "biases")
+_OF_NGRAMS = re.compile(rf"(?:.*\.)?(?:{'|'.join(TABLES_OF_NGRAMS)})")
+_TABLE = re.compile(rf"(?:.*\.)?(?:{'|'.join((*TABLES, *TABLES_OF_NGRAMS))})")
+#: A stored tensor: the table, the number of a shard of its rows if any, and the part.
+_STORED = re.compile(rf"({_TABLE.pattern})(?:\.shards?[._](\d+))?\.(\w+)")
 #: numpy's types of safetensors' dtypes, and MLX's; numpy has no bfloat16.
 _DTYPES: Mapping[str, tuple[npt.DTypeLike, mx.Dtype]] = {
     "BF16": (np.uint16, mx.bfloat16),
@@ -112,20 +118,22 @@ class DiskEmbedding(nn.Module):
     def __init__(
         self,
         path: str,
-        stored: Mapping[str, Header],  # by part: weight, and scales and biases if quantized
+        stored: Mapping[str, Sequence[Header]],  # shards of weight, scales and biases
         dtype: mx.Dtype,  # of the result
         packing: Mapping[str, Any] | None,  # group_size, bits and mode; None: not quantized
         num_tables: int = 1,  # that share the memory for rows used last
     ) -> None:
         super().__init__()
         #: Whether it is called with a forward's token ids, and not with ids made of them.
-        self.by_token = _list_of(path) is None
+        self.by_token = not _OF_NGRAMS.fullmatch(path)
+        #: Path of the module or list that the table is in.
+        self.parent = path.rpartition(".")[0]
         self._names = {part: f"{path}.{part}" for part in stored}
-        self._types = {part: _DTYPES[header.dtype] for part, header in stored.items()}
-        self._widths = {part: header.shape[1] for part, header in stored.items()}
+        self._types = {part: _DTYPES[shards[0].dtype] for part, shards in stored.items()}
+        self._widths = {part: shards[0].shape[1] for part, shards in stored.items()}
         self._dtype, self._packing = dtype, packing
-        rows = [_stored_rows(header) for header in stored.values()]
-        self._num_rows = rows[0].num_rows
+        rows = [[_stored_rows(shard) for shard in shards] for shards in stored.values()]
+        self._num_rows = sum(shard.num_rows for shard in rows[0])
         share = (CACHE_BYTES // num_tables,) if num_tables > 1 else ()
         self._reader = None if has_outlines_only() else TableReader(rows, *share)  # None: zeros
 
@@ -199,8 +207,8 @@ def find(
 ) -> dict[str, DiskEmbedding]:
     """Returns the tables of a model that stay on disk, by path.
 
-    A table that the family's `sanitize` does more with than rename it, or that other tools have
-    quantized, is not among them.
+    A table that the family's `sanitize` does more with than rename it or join its shards, or that
+    other tools have quantized, is not among them.
 
     Args:
         model: the model, without weights.
@@ -216,62 +224,54 @@ def find(
     modules = {
         path: module
         for path, module in model.named_modules()
-        if _is_table(path) and isinstance(module, nn.Embedding)
+        if _TABLE.fullmatch(path) and isinstance(module, nn.Embedding)
     }
+    num_rows = {path: module.weight.shape[0] for path, module in modules.items()}
+    numbers = [int(match[2] or 0) for match in map(_STORED.fullmatch, markers) if match]
     for module in modules.values():
-        module.weight = mx.zeros((_MARKER_ROWS, module.weight.shape[-1]))
+        module.weight = mx.zeros((_MARKER_ROWS * (max(numbers) + 1), module.weight.shape[-1]))
     probe = placed_with(model, markers)
     others = without(probe, modules).arrays.values()
     weights = sum(_bytes(array.size, array.dtype, dtype) for array in others)
     weights += sum(_loaded_bytes(headers[name], dtype) for name in markers)
-    stored = {path: _stored_as(path, probe, markers) for path in modules}
-    headers_of = {
-        path: {part: headers[name] for part, name in names.items()}
-        for path, names in stored.items()
-        if names is not None
-    }
+    stored = {}
+    for path, names in _stored_as(modules, probe, markers).items():
+        parts = {part: [headers[name] for name in each] for part, each in names.items()}
+        # Loading says so if a table has another number of rows.
+        if all(sum(h.shape[0] for h in each) == num_rows[path] for each in parts.values()):
+            stored[path] = parts
     found = {}
-    for _, grouped in groupby(headers_of, lambda path: _list_of(path) or path):
+    for _, grouped in groupby(stored, lambda path: None if _OF_NGRAMS.fullmatch(path) else path):
         paths = list(grouped)
-        parts = [header for path in paths for header in headers_of[path].values()]
-        nbytes = sum(_loaded_bytes(header, dtype) for header in parts)
+        every = [h for path in paths for shards in stored[path].values() for h in shards]
+        nbytes = sum(_loaded_bytes(header, dtype) for header in every)
         if rule.keeps_on_disk(nbytes, weights, len(model.layers)):
             for path in paths:
-                options = headers_of[path], dtype, probe.packings.get(path), len(paths)
+                options = stored[path], dtype, probe.packings.get(path), len(paths)
                 found[path] = DiskEmbedding(path, *options)
     return found
 
 
-def _list_of(path: str) -> str | None:
-    """Path of the list of tables that has a module; None if it is in no such list."""
-    parent, _, index = path.rpartition(".")
-    return parent if index.isdigit() and parent.endswith(LISTS_OF_TABLES) else None
-
-
-def _is_table(path: str) -> bool:
-    return path.rpartition(".")[2] in TABLES or _list_of(path) is not None
-
-
 def _markers(headers: Mapping[str, Header]) -> dict[str, mx.array]:
     """Returns a few rows of known content for each stored tensor of a table, by its name."""
-    stems: dict[str, list[str]] = {}
+    tables: dict[str, dict[str, str]] = {}  # parts of tensors, by table and name
     for name in headers:
-        stem, _, part = name.rpartition(".")
-        if _is_table(stem):
-            stems.setdefault(stem, []).append(part)
-    found = {}
-    for number, (stem, parts) in enumerate(stems.items()):
-        names = {part: f"{stem}.{part}" for part in parts}
+        if (match := _STORED.fullmatch(name)) is not None:
+            tables.setdefault(match[1], {})[name] = match[3]
+    found: dict[str, mx.array] = {}
+    for parts in tables.values():
         # Other parts are of formats that are not MLX's.
-        if not set(parts) <= set(_PARTS) or any(
-            headers[n].dtype not in _DTYPES for n in names.values()
+        if not set(parts.values()) <= set(_PARTS) or any(
+            headers[name].dtype not in _DTYPES for name in parts
         ):
             continue
-        for part, name in names.items():
-            shape = _MARKER_ROWS, headers[name].shape[-1]
-            # Another content for each part of each table.
-            values = mx.arange(shape[0] * shape[1]) % 251 + _PARTS.index(part) + 3 * number
-            found[name] = values.reshape(shape).astype(_DTYPES[headers[name].dtype][1])
+        for name in parts:
+            shape = _MARKER_ROWS - 2, headers[name].shape[-1]
+            # The first two rows number the tensors. Values are exact in every dtype.
+            number = [mx.full((1, shape[1]), digit) for digit in divmod(len(found), 251)]
+            values = (mx.arange(shape[0] * shape[1]) % 251).reshape(shape)
+            marker = mx.concatenate([*number, values])
+            found[name] = marker.astype(_DTYPES[headers[name].dtype][1])
     return found
 
 
@@ -286,23 +286,42 @@ def tables_of(model: nn.Module) -> list[DiskEmbedding]:
     return [module for _, module in model.named_modules() if isinstance(module, DiskEmbedding)]
 
 
-def _stored_as(path: str, probe: Placed, markers: Mapping[str, mx.array]) -> dict[str, str] | None:
-    """Maps a module's parts to stored tensors; None if `sanitize` changes more than names."""
-    found = {}
+def _stored_as(
+    paths: Collection[str], probe: Placed, markers: Mapping[str, mx.array]
+) -> dict[str, dict[str, list[str]]]:
+    """Maps modules' parts to stored tensors, those of shards in the order of their rows.
+
+    Modules of which `sanitize` changes more than names are left out.
+    """
+    sources = {_content(marker): name for name, marker in markers.items()}
+    found: dict[str, dict[str, list[str]]] = {path: {} for path in paths}
     for name, array in probe.arrays.items():
-        module, _, part = name.rpartition(".")
-        if module != path:
+        path, _, part = name.rpartition(".")
+        if path not in found:
             continue
-        source = next((n for n, marker in markers.items() if _equal(array, marker)), None)
-        if source is None or part not in _PARTS:
-            return None
-        found[part] = source
-    return {part: found[part] for part in _PARTS if part in found} if "weight" in found else None
+        names = _joined(array, sources)
+        if part not in _PARTS or names is None:
+            del found[path]
+        else:
+            found[path][part] = names
+    return {
+        path: {part: names[part] for part in _PARTS if part in names}
+        for path, names in found.items()
+        if "weight" in names
+    }
 
 
-def _equal(array: mx.array, marker: mx.array) -> bool:
-    same = array.dtype == marker.dtype and array.shape == marker.shape
-    return same and bool(mx.array_equal(array, marker))
+def _joined(array: mx.array, sources: Mapping[Hashable, str]) -> list[str] | None:
+    """Returns names of the markers that an array consists of, by `_content`; None: it does not."""
+    count, rest = divmod(len(array) if array.ndim == 2 else 0, _MARKER_ROWS)
+    if rest or not 0 < count <= len(sources):
+        return None  # not to be read: a table as it is stored
+    names = [sources.get(_content(rows)) for rows in mx.split(array, count)]
+    return [name for name in names if name] if all(names) else None
+
+
+def _content(array: mx.array) -> Hashable:
+    return str(array.dtype), array.shape, np.array(array.view(mx.uint8)).tobytes()
 
 
 def _stored_rows(header: Header) -> StoredRows:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +30,7 @@ class TableError(RuntimeError):
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A stored tensor of which each row is read on its own."""
+    """A stored tensor, or a shard of one by rows, of which each row is read on its own."""
 
     file: Path
     offset: int  # file offset of the first row
@@ -40,14 +41,22 @@ class StoredRows:
 class TableReader:
     """Reads rows of a table, which consists of one or more tensors with as many rows.
 
+    A tensor may be stored in shards of rows, one after another.
+
     Rows are read by calls, not through a memory map: a page of a file that was cut off would end
     the process. Files stay open, so a file that is removed or replaced is read on.
     """
 
-    def __init__(self, parts: Sequence[StoredRows], cache_bytes: int = CACHE_BYTES) -> None:
-        self.num_rows = parts[0].num_rows
+    def __init__(
+        self, parts: Sequence[Sequence[StoredRows]], cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        """`parts`: the shards of each tensor."""
+        self._starts = [
+            np.cumsum([0, *(shard.num_rows for shard in shards)]).tolist() for shards in parts
+        ]
+        self.num_rows = self._starts[0][-1]
         self._parts = parts
-        self._ends = np.cumsum([0, *(part.row_bytes for part in parts)]).tolist()
+        self._ends = np.cumsum([0, *(shards[0].row_bytes for shards in parts)]).tolist()
         self._capacity = min(max(cache_bytes // self._ends[-1], 1), self.num_rows)
         self._slots: dict[int, int] = {}  # slots of cached rows by id
         self._now = 0  # number of uses so far
@@ -63,8 +72,9 @@ class TableReader:
         return int(self._capacity * self._ends[-1])
 
     @cached_property
-    def _files(self) -> list[BinaryIO]:
-        return [part.file.open("rb", buffering=0) for part in self._parts]
+    def _files(self) -> dict[Path, BinaryIO]:
+        paths = {shard.file for shards in self._parts for shard in shards}
+        return {path: path.open("rb", buffering=0) for path in paths}
 
     @cached_property
     def _rows(self) -> npt.NDArray[np.uint8]:
@@ -135,18 +145,21 @@ class TableReader:
 
     def _read_row(self, id_: int, slot: int) -> None:
         row = self._rows[slot]
-        for index, (part, file) in enumerate(zip(self._parts, self._files, strict=True)):
+        for index, (shards, starts) in enumerate(zip(self._parts, self._starts, strict=True)):
+            number = bisect_right(starts, id_) - 1
+            shard = shards[number]
             target = memoryview(row[self._ends[index] : self._ends[index + 1]])
+            offset = shard.offset + (id_ - starts[number]) * shard.row_bytes
             try:
-                count = os.preadv(file.fileno(), [target], part.offset + id_ * part.row_bytes)
+                count = os.preadv(self._files[shard.file].fileno(), [target], offset)
             except OSError as error:
-                raise _unreadable(part, id_, str(error)) from error
-            if count < part.row_bytes:
-                raise _unreadable(part, id_, "the file was cut off")
+                raise _unreadable(shard, id_, str(error)) from error
+            if count < shard.row_bytes:
+                raise _unreadable(shard, id_, "the file was cut off")
 
 
-def _unreadable(part: StoredRows, id_: int, reason: str) -> TableError:
+def _unreadable(shard: StoredRows, id_: int, reason: str) -> TableError:
     return TableError(
-        f"row {id_} of an embedding table cannot be read from {part.file}: {reason}. Restore the "
+        f"row {id_} of an embedding table cannot be read from {shard.file}: {reason}. Restore the "
         "file and restart the server"
     )
