@@ -376,11 +376,12 @@ BY_HEADS = {"qwen3_5_text": {"num_key_value_heads": 2}, "deepseek_v32": {}, "min
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.more) for name in BY_HEADS),
+        *(pytest.param(name, marks=pytest.mark.more) for name in ("qwen3_5_text", "minimax_m3_vl")),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("falcon_h1", "qwen3_next", "lfm2", "jamba", "mamba2", "recurrent_gemma")
+            for name in ("deepseek_v32", "falcon_h1", "qwen3_next", "lfm2", "jamba", "mamba2")
         ),
+        pytest.param("recurrent_gemma", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_of_an_engine_in_its_own_process(folders, name, block_size, tmp_path):

@@ -53,7 +53,10 @@ def test_the_peak_of_a_step_is_within_15_percent_of_what_is_measured(folder, nam
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("name", ["gemma4, per layer", "gemma4, per layer, 4 bits"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma4, per layer", pytest.param("gemma4, per layer, 4 bits", marks=pytest.mark.slow)],
+)
 def test_the_peak_with_a_table_on_disk(folder, name):
     config, on_disk = settings(folder(name), torch.float32), TableRule("disk", 0)
     network = loader.load(config, tables=on_disk)
