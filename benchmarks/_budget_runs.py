@@ -30,7 +30,7 @@ class Runs:
 
     def measure(self, engine: Engine, prompts: Prompts, length: int, idle_tokens: int) -> None:
         """Adds a run with prompts that are new to the engine."""
-        engine.settle()
+        engine.flush()
         engine.forget()
         self.alone_rates.append(length / engine.first_token(prompts.new(length)).seconds)
         engine.forget()

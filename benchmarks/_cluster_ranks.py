@@ -146,13 +146,13 @@ class Crossing:
 
     got_a_row: float  # received by the second host
     sent_a_row: float
-    reckoned: float  # estimated lower bound of the larger of the two
+    estimated: float  # estimated lower bound of the larger of the two
     got_a_step: float  # besides tokens: scheduler output, and the reply
     sent_a_step: float
     idle: float  # bytes per second, both directions
 
 
-def crossing(engine: Ranks, reckoned: float) -> Crossing:
+def crossing(engine: Ranks, estimated: float) -> Crossing:
     """Measures bytes of prompts and answers of two lengths; differences remove constant parts."""
     engine.ask(LONG, 4)
     engine.ask(SHORT, 4)
@@ -163,7 +163,7 @@ def crossing(engine: Ranks, reckoned: float) -> Crossing:
 
     row = (median(LONG, 1) - median(SHORT, 1)) / (LONG - SHORT)
     step = (median(16, MANY) - median(16, FEW)) / (MANY - FEW) - row
-    return Crossing(*map(float, (row[0], row[1])), reckoned, *map(float, step), sum(idle))
+    return Crossing(*map(float, (row[0], row[1])), estimated, *map(float, step), sum(idle))
 
 
 @dataclass(frozen=True)
@@ -186,13 +186,13 @@ class Waiting:
         return 1 - self.alone / (2 * self.seconds)
 
     @property
-    def reckoned(self) -> float:
+    def estimated(self) -> float:
         """Expected share if a step takes as long as one engine's, in two equal parts."""
         return max(0.0, 1 - self.batches / 2)
 
     @property
-    def reckoned_with_more(self) -> float:
-        """Like `reckoned`, plus the extra time per step, taken from one stream."""
+    def estimated_with_more(self) -> float:
+        """Like `estimated`, plus the extra time per step, taken from one stream."""
         return 1 - self.batches * self.alone / (2 * (self.alone + self.beside))
 
 
@@ -206,7 +206,7 @@ def by_layers(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
     note("one engine on one host")
     with ranks(hosts[:1], model, [], folder) as engine:
         alone = _seconds_a_token(engine, (1, 2))
-    note("two ranks by layers")
+    note("two pipeline parallel ranks")
     with ranks(hosts, model, ["--pipeline-parallel-size", "2"], folder) as engine:
         found = crossing(engine, LAYERS_BYTES)
         times = _seconds_a_token(engine, (1, 2, 4))
@@ -222,8 +222,8 @@ def by_layers(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
                 "ms a token, one engine, as many streams as a batch has": 1e3 * each.alone,
                 "ms a token": 1e3 * each.seconds,
                 "ranks wait": each.measured,
-                "reckoned": each.reckoned,
-                "with what a step takes besides": each.reckoned_with_more,
+                "estimated": each.estimated,
+                "with what a step takes besides": each.estimated_with_more,
             }
             for each in waits
         ],
@@ -243,7 +243,7 @@ def by_heads(hosts: Sequence[Any], folder: Path) -> dict[str, object]:
         ServerError: an engine did not start.
     """
     model = TOY.write(folder / "heads")
-    note("two ranks by heads")
+    note("two tensor parallel ranks")
     with ranks(hosts, model, ["--tensor-parallel-size", "2"], folder) as engine:
         found = crossing(engine, HEADS_BYTES)
         seconds = _seconds_a_token(engine, (1,))[1]

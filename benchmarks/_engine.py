@@ -156,7 +156,7 @@ class Engine:
         on_disk = int(self.counter("external_prefix_cache_hits") - on_disk)
         return Answer(seconds, cpu, found, on_disk), list(outputs[0].outputs[0].token_ids)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Steps until all pending pages are on disk."""
         while self._scheduler.has_requests():
             self._engine.step()
@@ -164,7 +164,7 @@ class Engine:
     def stop(self, name: str) -> None:
         """Aborts a request."""
         self._engine.abort_request([name])
-        self.settle()
+        self.flush()
 
     def forget(self) -> None:
         """Clears the prefix cache in memory, but not on disk; no request may be running."""

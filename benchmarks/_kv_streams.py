@@ -89,7 +89,7 @@ def beside_loads(
     answering: list[float] = []
     hits = engine.counter("external_prefix_cache_hits")
     for number in range(rounds):
-        engine.settle()
+        engine.flush()
         engine.forget()
         length = len(prompts) * (alone_tokens + 400)
         stream = Stream(engine, [7 + number, *range(10, 70)], length)
@@ -151,7 +151,7 @@ def beside_stuck_disk(
     free: list[float] = []
     stuck: list[float] = []
     for number, prompt in enumerate(prompts):
-        engine.settle()
+        engine.flush()
         stream = Stream(engine, [90 + number, *range(10, 70)], 2 * tokens + len(prompt) + 100)
         stream.tokens(tokens, free)
         with stuck_disk():

@@ -114,7 +114,7 @@ HEADERS = (
 
 def run(engine: Engine, workload: Callable[[New, Ask], None], new: New, into: Runs) -> None:
     """Plays a workload on an engine with an empty cache."""
-    engine.settle()
+    engine.flush()
     engine.forget()
     prompts: list[int] = []
     answers: list[Answer] = []

@@ -47,9 +47,9 @@ def report_replicas(rows: Sequence[dict]) -> None:
 
 def report_bytes(found: dict) -> None:
     """Prints the bytes across the link and their lower bound."""
-    headers = ("bytes across the link", "second host got", "second host sent", "reckoned")
+    headers = ("bytes across the link", "second host got", "second host sent", "estimated")
     rows = [
-        ("a row", found["got_a_row"], found["sent_a_row"], found["reckoned"]),
+        ("a row", found["got_a_row"], found["sent_a_row"], found["estimated"]),
         ("a step besides", found["got_a_step"], found["sent_a_step"], "–"),
     ]
     table(headers, rows)

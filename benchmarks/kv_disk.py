@@ -90,7 +90,7 @@ def prefill(off: Engine, on: Engine, prompts: Sequence[list[int]]) -> list[Prefi
             engine = {"off": off, "on": on}[name]
             started, cpu = time.perf_counter(), time.process_time()
             answer = engine.first_token(prompt)
-            engine.settle()
+            engine.flush()
             took[name] = (
                 answer.seconds,
                 time.perf_counter() - started,
@@ -131,9 +131,9 @@ def first_tokens(
     results = []
     for prompt in prompts:
         if (cold_s := cold.get(len(prompt))) is None:
-            engine.settle()
+            engine.flush()
             cold_s = engine.first_token(prompt).seconds
-            engine.settle()
+            engine.flush()
         memory: list[Answer] = []
         disk: list[Answer] = []
         loaded = engine.counter("kv_offload_load_bytes")
@@ -207,7 +207,7 @@ def of_model(sizes: Sizes, parts: Sequence[str], folder: Path) -> dict[str, obje
     else:
         for text in texts:
             cold[sizes.prefill_len] = on.first_token(text).seconds
-            on.settle()
+            on.flush()
     if "streams" in parts:
         note("a stream beside loads")
         found["loads"] = beside_loads(on, texts, sizes.rounds, sizes.alone_tokens)

@@ -72,9 +72,9 @@ def test_waiting_by_hand(streams: int, halves: int) -> None:
     """One engine takes 10 ms a step; ranks take 5 ms each, plus 2 ms in between."""
     step = 0.012 / halves  # a token, as many batches on their way as there are
     waiting = Waiting(streams, alone=0.010, seconds=step, beside=0.002)
-    assert waiting.reckoned == pytest.approx(1 - halves / 2)
+    assert waiting.estimated == pytest.approx(1 - halves / 2)
     assert waiting.measured == pytest.approx(1 - 0.010 / (2 * step))
-    assert waiting.reckoned_with_more == pytest.approx(waiting.measured)
+    assert waiting.estimated_with_more == pytest.approx(waiting.measured)
 
 
 def test_the_reason_is_the_last_error() -> None:

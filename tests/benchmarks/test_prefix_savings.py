@@ -27,7 +27,7 @@ class FakeEngine:
         seconds = 0.001 * (len(prompt) - found)
         return SimpleNamespace(seconds=seconds, cached_tokens=found), tokens
 
-    def settle(self) -> None: ...
+    def flush(self) -> None: ...
 
     def forget(self) -> None:
         self._seen.clear()

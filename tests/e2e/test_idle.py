@@ -113,7 +113,7 @@ def test_memory_comes_back_and_the_next_request_is_answered(server):
 
 
 def test_what_needs_no_engine_does_not_wake_it(server):
-    kept = {"prompt": "Of kept answers", "max_tokens": 4, "temperature": 0}
+    kept = {"prompt": "A cached response", "max_tokens": 4, "temperature": 0}
     first = post(server, "/v1/completions", **kept)
     wait_for(1, server)
     assert server.health() == 200

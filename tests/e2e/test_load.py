@@ -261,10 +261,10 @@ def test_a_client_that_does_not_read_holds_no_twin_up(long_texts, tmp_path):
         with unread(served, "acme", "/v1/completions", fields) as first:
             while served.metric(kept, result="miss") == before:
                 time.sleep(0.01)
-            twin = served.send("POST", "/v1/completions", served.keys["acme"], json=fields)
+            second = served.send("POST", "/v1/completions", served.keys["acme"], json=fields)
             assert first.recv(1)  # the first one is still there, and had read nothing
-    assert (twin.status_code, twin.headers["x-cache"]) == (200, "HIT")
-    assert "[DONE]" in twin.text and len(twin.text) > 100 * len(text)
+    assert (second.status_code, second.headers["x-cache"]) == (200, "HIT")
+    assert "[DONE]" in second.text and len(second.text) > 100 * len(text)
 
 
 def test_60_requests_of_clients_that_misbehave(served, folder):

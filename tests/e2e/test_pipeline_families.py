@@ -33,7 +33,7 @@ def test_states(name, prefixes, tmp_path):
 
 @pytest.mark.parametrize("prefixes", [True, False], ids=["cached", "not_cached"])
 def test_states_whose_heads_are_shared(prefixes, tmp_path):
-    """Uses Qwen3.5, whose states mlx-lm divides by heads."""
+    """Uses Qwen3.5, whose states mlx-lm shards by heads (tensor parallel)."""
     made = published.make(published.FAMILIES["qwen3_5_text"], num_key_value_heads=2, vocab_size=96)
     _, second = check_passes(
         published.write(made, tmp_path / "model"),

@@ -181,7 +181,7 @@ def test_a_body_is_read_as_vllm_reads_it(tenants):
 
 def test_64_twins_make_one_generation(tenants):
     before = tenants.metric(ANSWERED), tenants.metric(KEPT, result="hit")
-    fields = {"prompt": "Twins. " + TEXT, "max_tokens": 100, "ignore_eos": True}
+    fields = {"prompt": "Equal. " + TEXT, "max_tokens": 100, "ignore_eos": True}
     with ThreadPoolExecutor(64) as pool:
         replies = list(pool.map(lambda _: tenants.ask("acme", **fields), range(64)))
     assert len({reply.text for reply in replies}) == 1
@@ -221,7 +221,7 @@ def test_a_stored_response_belongs_to_its_tenant(tenants):
 
 
 def test_other_apis_and_routes_answer(tenants):
-    """These take a key and use no kept answers."""
+    """These take a key and use no cached responses."""
     key = tenants.keys["acme"]
     fields = {"messages": messages("Hello"), "max_tokens": 4}
     for mark in ("MISS", "HIT"):

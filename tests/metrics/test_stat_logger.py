@@ -21,15 +21,15 @@ CONFIG = SimpleNamespace(model_config=SimpleNamespace(served_model_name="a model
 
 
 @dataclass(frozen=True)
-class ShelfMetrics:
-    num_kept: int = Metric("total", "vllm:shelf_kept", "Pages kept.").field()
-    num_there: int = Metric("gauge", "vllm:shelf_there", "Pages there.").field()
+class StoreMetrics:
+    num_kept: int = Metric("total", "vllm:store_kept", "Pages kept.").field()
+    num_there: int = Metric("gauge", "vllm:store_there", "Pages there.").field()
 
 
 @pytest.fixture
 def stat_logger():
     unregister_vllm_metrics()
-    yield MetalStatLogger(lambda config: {"shelf": ShelfMetrics}, CONFIG, [0])
+    yield MetalStatLogger(lambda config: {"store": StoreMetrics}, CONFIG, [0])
     unregister_vllm_metrics()
 
 
@@ -129,9 +129,9 @@ def test_the_line_leaves_out_what_there_is_not(stat_logger, lines):
 def test_figures_beside_a_steps_are_shown_without_it(stat_logger, lines):
     for kept, there in ((3, 2), (5, 1)):
         made = SchedulerStats()
-        send_metrics(made, {"shelf": asdict(ShelfMetrics(kept, there))})
+        send_metrics(made, {"store": asdict(StoreMetrics(kept, there))})
         stat_logger.record(made, None)
-    assert (metric("vllm:shelf_kept_total"), metric("vllm:shelf_there")) == (5, 1)
+    assert (metric("vllm:store_kept_total"), metric("vllm:store_there")) == (5, 1)
     stat_logger.log()
     assert lines == []
 

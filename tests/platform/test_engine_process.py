@@ -43,7 +43,7 @@ ranks.__post_init__()
 
 @pytest.mark.more
 def test_a_scheduler_is_changed_without_a_worker_in_its_process(tmp_path):
-    """A model that vLLM cannot share by layers is checked again."""
+    """A model that vLLM cannot pipeline is checked again."""
     (tmp_path / "config.json").write_text(json.dumps(doubles.MODEL))
     config = doubles.folder_config(str(tmp_path))
     folder = recurrent.write_model(recurrent.FAMILIES["mamba2"], tmp_path / "model")

@@ -37,7 +37,7 @@ NAME = "model.safetensors"
 def folder(tmp_path, monkeypatch):
     """A model in the working folder with sparse weights, and parts of adapters."""
     monkeypatch.chdir(tmp_path)
-    for name, config in (("hollow", "{}"), ("half", '{"r": 8')):
+    for name, config in (("empty", "{}"), ("half", '{"r": 8')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text(config)
     (tmp_path / "half" / "adapters.safetensors").touch()
@@ -127,7 +127,7 @@ ARGUMENTS = [
     ("--served-model-name ''", "--served-model-name is empty: leave it out, or give a name"),
     ("--enable-lora --lora-modules a=./b", "--lora-modules a=./b: there is no such folder"),
     ("--enable-lora --lora-modules a=.", "a=.: the folder has no adapter_config.json, so it"),
-    ("--enable-lora --lora-modules a=hollow", "a=hollow: the folder has none of adapter_model.s"),
+    ("--enable-lora --lora-modules a=empty", "a=empty: the folder has none of adapter_model.s"),
     ("--enable-lora --lora-modules a=half", "a=half: adapter_config.json is not JSON, so make"),
     ("--lora-modules path", "--lora-modules=path is neither NAME=PATH nor JSON"),
     ("--speculative-config ngram", 'ngram is not JSON, such as \'{"method": "ngram", "num'),

@@ -12,7 +12,7 @@ def part(text):
     return {"type": "http.response.body", "body": text, "more_body": True}
 
 
-async def settle():
+async def run_tasks():
     for _ in range(10):
         await asyncio.sleep(0)
 
@@ -29,7 +29,7 @@ def test_messages_come_in_order_and_only_a_full_backlog_waits():
         await backlog.put(part(b"ab"))
         await backlog.put(part(b"cd"))
         third = asyncio.create_task(backlog.put(part(b"e")))
-        await settle()
+        await run_tasks()
         assert not third.done() and taken == []
         reads.set()
         await third
@@ -47,7 +47,7 @@ def test_what_sending_raises_reaches_who_sends():
 
         backlog = Backlog(send, 100)
         await backlog.put(part(b"a"))
-        await settle()
+        await run_tasks()
         for raises in (backlog.put(part(b"b")), backlog.empty()):
             with pytest.raises(RuntimeError, match="no such header"):
                 await raises
@@ -65,7 +65,7 @@ def test_a_full_backlog_whose_client_fails_does_not_wait_for_ever():
 
         backlog = Backlog(send, 1)
         put = asyncio.create_task(backlog.put(part(b"abc")))
-        await settle()
+        await run_tasks()
         reads.set()
         await put
         with pytest.raises(RuntimeError):

@@ -31,9 +31,9 @@ class Clock:
             self._sleepers.remove(first)
             self.now = first[0]
             first[1].set()
-            await settle()
+            await run_tasks()
         self.now = end
-        await settle()
+        await run_tasks()
 
 
 async def until(condition):
@@ -42,7 +42,7 @@ async def until(condition):
         await asyncio.sleep(0.001)
 
 
-async def settle():
+async def run_tasks():
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -55,7 +55,7 @@ def late(tmp_path, app, seconds, **request):
         app.gate = asyncio.Event()
         gate, keys = make(app, tmp_path, cache=False, timeout_s=10.0, sleep=clock.sleep)
         asked = asyncio.create_task(ask(gate, key=keys["acme"], **request))
-        await settle()
+        await run_tasks()
         await clock.pass_by(seconds)
         app.gate.set()
         return await asked, counted(gate, "vllm:request_timeouts_total")
@@ -145,10 +145,10 @@ def test_only_the_request_itself_is_aborted(tmp_path):
         clock, app = Clock(), App(gate=asyncio.Event())
         gate, keys = make(app, tmp_path, cache=False, timeout_s=10.0, sleep=clock.sleep)
         first = asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"]))
-        await settle()
+        await run_tasks()
         await clock.pass_by(6)
         second = asyncio.create_task(ask(gate, fields=CHAT, key=keys["other"]))
-        await settle()
+        await run_tasks()
         await clock.pass_by(6)
         assert first.done() and not second.done()
         app.gate.set()
@@ -194,8 +194,8 @@ def test_a_twin_ends_at_its_own_limit_whatever_becomes_of_the_first(tmp_path, le
         first = asyncio.create_task(ask(gate, fields=fields, key=keys["acme"], **slow))
         await until(lambda: app.asked == 1)
         await clock.pass_by(6)
-        twin = asyncio.create_task(ask(gate, fields=fields, key=keys["acme"]))
-        await settle()  # in which its time begins, and it waits
+        second = asyncio.create_task(ask(gate, fields=fields, key=keys["acme"]))
+        await run_tasks()  # in which its time begins, and it waits
         await clock.pass_by(1)
         if leader == "hangs up":
             gone.set()
@@ -203,18 +203,18 @@ def test_a_twin_ends_at_its_own_limit_whatever_becomes_of_the_first(tmp_path, le
             app.gate.set()  # the answer is longer than what is kept, and waits for its client
         await clock.pass_by(3.1)  # 10.1 s after the first one came
         if leader == "does not read":
-            await until(twin.done)  # it has its own answer already
-            assert (await twin).ended and not first.done()
+            await until(second.done)  # it has its own answer already
+            assert (await second).ended and not first.done()
             reads.set()
             await first
             return
         await until(lambda: app.asked == 2)
-        assert not twin.done() and first.done()
+        assert not second.done() and first.done()
         await clock.pass_by(5.8)
-        assert not twin.done()
-        await clock.pass_by(0.2)  # 10.1 s after the twin came
-        await until(twin.done)
-        assert (await twin).chunks()[-1]["choices"][0]["finish_reason"] == "abort"
+        assert not second.done()
+        await clock.pass_by(0.2)  # 10.1 s after the second came
+        await until(second.done)
+        assert (await second).chunks()[-1]["choices"][0]["finish_reason"] == "abort"
 
     asyncio.run(asyncio.wait_for(play(), 60))
 
@@ -227,11 +227,11 @@ def test_a_twin_does_not_wait_for_a_first_one_that_cannot_be_ended(tmp_path):
         first = asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"]))
         await until(lambda: app.asked == 1)
         await clock.pass_by(1)
-        twin = asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"]))
-        await settle()
+        second = asyncio.create_task(ask(gate, fields=CHAT, key=keys["acme"]))
+        await run_tasks()
         await clock.pass_by(10.1)
-        await until(twin.done)
-        assert (await twin).status == 504 and not first.done()
+        await until(second.done)
+        assert (await second).status == 504 and not first.done()
         await clock.pass_by(GRACE_S)
         assert (await first).status == 504 and app.asked == 1
 
@@ -247,7 +247,7 @@ def test_a_response_in_the_background_is_ended_too(tmp_path):
             reply = await ask(gate, "/v1/responses", fields, keys["acme"])
             if goes_on:
                 app.engine.begin(f"{reply.json()['id']}_0", None)
-            await settle()
+            await run_tasks()
             await clock.pass_by(10.1)
             assert bool(app.engine.aborted) == goes_on
             assert counted(gate, "vllm:request_timeouts_total") == goes_on

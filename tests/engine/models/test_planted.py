@@ -21,11 +21,11 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
-EQUAL, NAMED = "equal", "refused by name"
+EQUAL, NAMED = "equal", "rejected by name"
 NO_MODEL = "no model of transformers'"  # its class cannot be built so, or not run
 NOTHING = "without effect"  # in both
 ARRAYS = "refused by its arrays"  # which are not those of a module of such a configuration
-DIFFERENT, UNNAMED = "different", "refused, but not by name"
+DIFFERENT, UNNAMED = "different", "rejected, but not by name"
 OTHERWISE = "transformers' class is not what was published"
 ALLOWED = {EQUAL, NAMED, NO_MODEL, NOTHING, ARRAYS, OTHERWISE}
 #: Keys that end as `OTHERWISE`. transformers' PhiMoE turns long texts by the factors of short ones;

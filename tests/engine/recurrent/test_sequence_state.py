@@ -184,7 +184,7 @@ class Play:
         self.rejected[:] = 0
         self.rejected[who] = drafts - accepted
 
-    def settle(self, who=None):
+    def flush(self, who=None):
         """Flushes the states of requests into their blocks."""
         if self.lagging and self.unread is not None:
             self.scope.kept.record_accepted(*self.unread)
@@ -240,8 +240,8 @@ def test_random_steps_with_drafts_equal_the_recurrence(memory, pool):
         if step % 7 == 6:
             play.leave(int(rng.integers(NUM_REQS)))
         if step % 11 == 10:
-            play.settle(np.array([0, 2]) if step % 2 else None)
-    play.settle()
+            play.flush(np.array([0, 2]) if step % 2 else None)
+    play.flush()
     play.check_blocks()
     assert max(text.computed for text in play.texts) > 4 * BLOCK
 

@@ -41,7 +41,7 @@ class Connector(StepHooks):
         return KVConnectorOutput(finished_recving={f"transfer {steps}"})
 
     def metrics(self):
-        return {"shelf": {"transfers": 1}}
+        return {"store": {"transfers": 1}}
 
 
 class Runner(ModelRunner):
@@ -112,7 +112,7 @@ def test_a_step_is_between_its_hooks_and_its_result_tells_of_transfers():
     result = step(runner)
     assert result.sampled_token_ids == [[7]]
     assert result.kv_connector_output.finished_recving == {"transfer 1"}
-    assert result.metrics == {"shelf": {"transfers": 1}}
+    assert result.metrics == {"store": {"transfers": 1}}
     assert calls == [
         ("pool made", 0),
         "process_outputs",
@@ -133,7 +133,7 @@ def test_a_step_without_requests_has_its_hooks_too():
     result = runner.execute_model(scheduled())
     assert result.req_ids == []
     assert result.kv_connector_output.finished_recving == {"transfer 1"}
-    assert result.metrics == {"shelf": {"transfers": 1}}
+    assert result.metrics == {"store": {"transfers": 1}}
     assert calls[1:] == [
         "process_outputs",
         ("before", [], True),

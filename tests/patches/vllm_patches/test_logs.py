@@ -117,14 +117,14 @@ def test_addresses_of_images_are_not_logged(quoting):
     assert "sig=s" not in caplog.text and "attempt 1/3" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "beginnings"), REDACTED.items())
-def test_vllm_has_the_messages_that_are_changed(name, beginnings):
+@pytest.mark.parametrize(("name", "prefixes"), REDACTED.items())
+def test_vllm_has_the_messages_that_are_changed(name, prefixes):
     """vLLM's loggers have their modules' names; uvicorn's messages are in its protocols."""
     module = "uvicorn.protocols.http.httptools_impl" if name.startswith("uvicorn") else name
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     text = Path(spec.origin).read_text()
-    assert all(f'"{beginning}' in text for beginning in beginnings)
+    assert all(f'"{beginning}' in text for beginning in prefixes)
 
 
 def test_a_logger_changes_its_messages_once(quoting):
@@ -132,4 +132,4 @@ def test_a_logger_changes_its_messages_once(quoting):
     before = len(logger.filters)
     redact_client_text()
     assert len(logger.filters) == before
-    assert all(beginnings and all(beginnings) for beginnings in REDACTED.values())
+    assert all(prefixes and all(prefixes) for prefixes in REDACTED.values())

@@ -79,7 +79,7 @@ for call in (LLM, lambda: VllmConfig.no_such):
     except (ImportError, AttributeError) as error:
         assert "vllm" in str(error) and ("LLM" in str(error) or "VllmConfig" in str(error)), error
     else:
-        raise AssertionError("a hollow name was used")
+        raise AssertionError("a stub was used")
 class Base(VllmConfig):
     pass
 """)

@@ -73,7 +73,7 @@ def play(folder, scenario, clock=None, **cache):
     return asyncio.run(run())
 
 
-def settle(path):
+def checkpoint(path):
     """Merges the write-ahead log into the database."""
     database = sqlite3.connect(path)
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -85,7 +85,7 @@ def filled(tmp_path_factory):
     """A SQLite file with forty responses."""
     folder = tmp_path_factory.mktemp("filled")
     play(folder, lambda gate: marks(gate, range(40)), path=folder / "answers")
-    settle(folder / "answers" / FILE)
+    checkpoint(folder / "answers" / FILE)
     return folder / "answers" / FILE
 
 
@@ -158,7 +158,7 @@ def test_a_file_in_use_that_is_damaged(tmp_path, name, settled):
     async def scenario(gate):
         await marks(gate, range(40))
         if settled and "beside" not in name:
-            settle(path)
+            checkpoint(path)
         damage(path)
         for number in range(60):
             seen = await marks(gate, [number] * 3)
@@ -209,7 +209,7 @@ def small_files(folder):
     [("tmp_path", small_files), pytest.param("disk", no_room, marks=pytest.mark.more)],
 )
 def test_a_full_disk(request, tmp_path, place, full, caplog_vllm):
-    """Kept answers stay, new ones are not kept, and one log line says so."""
+    """Cached responses stay, new ones are not cached, and one log line says so."""
     folder = request.getfixturevalue(place)
 
     async def scenario(gate):

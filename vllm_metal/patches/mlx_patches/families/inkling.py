@@ -38,7 +38,7 @@ _NAMES = (
     (re.compile(r"(\.shared_experts\.(?:gate|up|down)_proj)$"), r"\1.weight"),
 )
 _GATE_UP = ".mlp.experts.gate_up_proj"
-#: Beginnings of names that Inkling's own checkpoints have, which the module reads itself.
+#: Prefixes of names that Inkling's own checkpoints have, which the module reads itself.
 _PUBLISHED = ("model.llm.", "model.visual.", "model.audio.", "model.mtp.")
 
 
