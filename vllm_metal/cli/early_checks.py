@@ -63,4 +63,4 @@ def check_hub() -> None:
 
     if why := model_names.unreachable():
         here = ", ".join(model_names.cached()) or "a folder"
-        raise model_files.ModelLoadError(f"no MODEL is given, and {why}, or give one: {here}")
+        raise model_files.ModelLoadError(f"no MODEL is given, and {why}. Or name a MODEL: {here}")

@@ -222,7 +222,7 @@ def test_without_a_model_and_a_network_it_ends_at_once(user, monkeypatch):
     monkeypatch.setattr(model_names, "unreachable", lambda: "the hub does not answer: try later")
     done = user.launch("claude", "--print")
     assert done.returncode == 1
-    assert "no MODEL is given, and the hub does not answer: try later, or give one" in done.stderr
+    assert "no MODEL is given, and the hub does not answer: try later. Or name" in done.stderr
 
 
 def test_nobody_takes_the_port_while_a_server_is_planned(user, monkeypatch):

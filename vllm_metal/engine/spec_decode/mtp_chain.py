@@ -94,7 +94,7 @@ class ChainProposer(HeadProposer):
         self._earlier.pop(req_idx, None)
 
     def _reads(self, spans: Spans, kept: Sequence[KeptRows]) -> tuple[Spans, mx.array]:
-        """Begins each span as many tokens earlier as may have read drafts."""
+        """Begins each span earlier, by the tokens whose reads may have included drafts."""
         spans, hidden = super()._reads(spans, kept)
         req_indices, starts_np = spans.req_indices_np.tolist(), spans.starts_np
         begins_np, parts = starts_np.copy(), []

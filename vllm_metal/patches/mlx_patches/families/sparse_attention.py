@@ -102,7 +102,7 @@ def glm_moe_dsa(module: ModuleType) -> None:
 
 
 def check_kinds(kinds: list[str], num_layers: int) -> None:
-    """Raises ValueError if the layers' kinds of indexers leave a layer without a choice."""
+    """Raises ValueError if a layer would have neither an indexer nor one to share."""
     known = {*kinds} <= {_FULL, _SHARED} and len(kinds) == num_layers
     if not known or kinds[0] != _FULL:
         raise ValueError(
