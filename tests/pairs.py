@@ -27,8 +27,8 @@ def cover(*axes: Sequence[Any], strength: int = 2) -> list[tuple[Any, ...]]:
 def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrizes a test by all combinations.
 
-    A cover of all pairs has no marker. What a cover of all triples adds is marked more, the
-    rest slow.
+    A cover of all pairs has no marker. Rows that a cover of all triples adds are marked more,
+    the rest slow.
 
     axes: values by parameter name, at least two axes.
         axes: values by a parameter's name, two axes at least.

@@ -21,7 +21,7 @@ def test_views_are_none_and_chains_are_one():
     assert counted(lambda x: [x @ x.T], x) == 1
     assert counted(lambda x: [mx.concatenate([x, x + 1])], x) == 3
     assert counted(lambda x: [mx.fast.rms_norm(x, None, 1e-5) + x], x) == 2
-    # What comes after a product that waits for it is no part of a sum.
+    # An operation after a product that waits for a sum is no part of it.
     assert counted(lambda x: [(s := x + 1) + s @ mx.zeros((8, 8))], x) == 3
 
 

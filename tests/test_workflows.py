@@ -123,7 +123,7 @@ def test_a_tag_is_checked_and_tested_before_the_release_gets_the_files():
     noted, made = ran["release"]
     (notes,) = re.findall(r"scripts/release_tag.py notes .* > (\S+)$", noted)
     assert f"--notes-file {notes} dist/*" in made
-    # Of all workflows, this job alone may write.
+    # This job alone may write, in all workflows.
     for file, path in WORKFLOWS.items():
         for name, job in yaml.safe_load(path.read_text())["jobs"].items():
             may_write = "write" in str(job.get("permissions", ""))

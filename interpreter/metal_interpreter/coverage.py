@@ -130,5 +130,5 @@ def _image(library: Path, entry: int) -> _Image:
         flags = section("__sancov_bools")
         pairs = section("__sancov_pcs").view(np.uint64)  # where a block begins, of what kind it is
     starts = pairs[::2] - np.uint64(base)
-    # What the linker dropped it leaves in the table, at address 0.
+    # The linker leaves what it dropped in the table, at address 0.
     return _Image(flags, starts, [row for row in rows if row.address >= starts.min()])

@@ -35,7 +35,7 @@ _TYPE_NAMES = {
     mx.complex64: "complex64_t",
 }
 
-# What a body may mention of its position, in MLX's order.
+# Position attributes that a body may use, in MLX's order.
 ATTRIBUTES = {
     "dispatch_quadgroups_per_threadgroup": "uint",
     "dispatch_simdgroups_per_threadgroup": "uint",

@@ -47,7 +47,7 @@ class Strict:
     copies of whole structs from device memory, which Metal allows.
     """
 
-    # What was compiled: names of generated functions, which tell types and template arguments.
+    # Names of the compiled functions, which tell types and template arguments.
     functions: list[str] = field(default_factory=list)
     _compiled: set[tuple[Signature, str, str]] = field(default_factory=set)
 

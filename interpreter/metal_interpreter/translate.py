@@ -32,7 +32,7 @@ _NAMED_VECTOR = re.compile(
 )
 _VECTOR = re.compile(r"\b(?:metal::)?vec\s*<([^<>(){};]+)>\s*" + _NOT_DECLARATOR)
 
-#: What stands for a threadgroup variable: of its number, type, name and extents.
+#: Maps a threadgroup variable's number, type, name and extents to its replacement.
 Declare = Callable[[int, str, str, str], str]
 
 

@@ -167,7 +167,7 @@ class Outcome:
     case: Case
     ok: bool
     detail: str = ""  # the error and its location
-    #: Of the element nearest to, or furthest beyond, its tolerance. None: nothing was computed.
+    #: Error of the element nearest to, or furthest past, its tolerance. None: nothing was computed.
     largest_error: float | None = None
     tolerance: float | None = None  # of that element, likewise
     seconds: float = 0.0  # including compilation

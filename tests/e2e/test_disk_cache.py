@@ -61,7 +61,7 @@ def test_groups_with_windows(tiny_models, tmp_path):
     hits = whole_blocks([prompt[:-1] for prompt in prompts])
     assert cached == hits
     assert found[HITS] == sum(hits)
-    # Of a group with a window, only the blocks are written that somebody can look back on.
+    # A group with a window writes only the blocks that somebody can look back on.
     whole = sum(len(prompt) // 16 for prompt in prompts)
     assert whole < len(pages(tmp_path)) < 3 * whole
 

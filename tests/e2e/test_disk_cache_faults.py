@@ -126,7 +126,7 @@ def test_bad_files_are_found_and_written_again(tiny, copied):
         check_same(found, answers)
         run_out(llm)
         figures = counters(llm)
-        # What is gone is a miss and no bad file.
+        # A file that is gone is a miss, not a bad file.
         assert figures[CORRUPT] == len(FAULTS) - 1
     with disk_engine(tiny, root) as llm:
         again = ask(llm, prompts)

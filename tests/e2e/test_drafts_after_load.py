@@ -80,7 +80,7 @@ def test_behind_a_loaded_prompt(toys, tmp_path, drafted, method, ahead):
         serve(llm, prompts, drafted, 1)
         local = serve(llm, prompts, drafted)
         assert hits(llm, "") == sum((length - 1) // BLOCK * BLOCK for length in LENGTHS)
-    # Of the toys, EAGLE's is never right; what it drafts is compared all the same.
+    # EAGLE's toy is never right; its drafts are compared all the same.
     assert (sum(accepted for _, _, (_, accepted) in cold.values()) > 0) == (method != "eagle")
     for length in LENGTHS:
         if not of_heads and length // BLOCK and length % BLOCK <= 1:

@@ -74,7 +74,7 @@ def test_a_step_that_raises(tiny, dense, text, monkeypatch, place, async_schedul
             assert completion.finish_reason == "length"
             dense.check(prompt, list(completion.token_ids))
         assert free_blocks(llm) == free
-        # What the failed step left in the prefix cache is gone, and what came after is there.
+        # The failed step's part of the prefix cache is gone, and what came after is there.
         hits = counters(llm)["vllm:prefix_cache_hits"]
         (tokens,) = generate(llm, prompts[:1], greedy(NUM_TOKENS))
         dense.check(prompts[0], tokens)

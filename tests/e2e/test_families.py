@@ -49,7 +49,7 @@ def test_texts_under_load(name, chunk, tmp_path):
         judge=Cached,
         max_num_batched_tokens=chunk,
         max_num_seqs=min(chunk, 32),
-        # Of fewer, none that a prompt begins with is left for the second pass.
+        # With fewer, none that a prompt begins with is left for the second pass.
         num_gpu_blocks_override=400 if name in BOTH and chunk == 64 else 100,
         speculative_config=NGRAM if chunk == 64 else None,
         **options,

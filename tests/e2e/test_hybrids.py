@@ -30,10 +30,10 @@ def families(quick=(), more=()):
     )
 
 
-#: Of prompts that begin alike in this many tokens; blocks hold 256 of them where there are only
+#: Tokens that prompts share at their beginning; blocks hold 256 tokens where there are only
 #: states, unless the user asks for less.
 SHARED = 100
-#: Of a pool in which not all requests that run at once have room; 60 but for those.
+#: Blocks of pools in which not all requests that run at once have room; 60 for other models.
 BLOCKS = {"qwen3_next, large states": 26, "recurrent_gemma": 30}
 
 

@@ -202,7 +202,7 @@ def test_every_read_of_a_state_is_ordered_with_every_write(model, tmp_path, monk
     ) as llm:
         generate(llm, [tokens[:40], tokens[50:55]], greedy(6))
     count = Counter(dispatch.name for dispatch in logger.log)
-    # Of each of 7 forwards two dispatches a layer, however many requests.
+    # Each of 7 forwards has two dispatches a layer, however many requests.
     assert min(count["convolution"], count["recurrence"]) >= 7 * 3
     assert prove_always(logger.log) == []
     for ops_per_buffer in (0, 1, 2, 5, 40, 50):

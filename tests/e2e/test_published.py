@@ -17,10 +17,10 @@ from vllm import SamplingParams
 
 pytestmark = pytest.mark.more
 
-#: Of log-probabilities. Both sides compute in float32, and sum in different orders.
+#: Tolerance for log-probabilities. Both sides compute in float32, and sum in different orders.
 TOLERANCE = 1e-3
 NUM_TOKENS = 12
-#: Of the blocks that the longest text takes, those that all requests have.
+#: Blocks that all requests have, as a multiple of those that the longest text takes.
 ROOM = 1.4
 OPTIONS = {
     "skip_tokenizer_init": True,

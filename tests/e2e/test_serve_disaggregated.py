@@ -15,8 +15,8 @@ from engine.spec_decode.fitted import FittedHeads
 pytestmark = [pytest.mark.slow, pytest.mark.heavy, pytest.mark.timeout(900)]
 
 BLOCK = 16
-#: Tokens of prompts. Of one past a block's end a draft model drafts a step earlier behind loaded
-#: K/V, see test_disaggregated_prefill.
+#: Tokens of prompts. For one past a block's end, a draft model drafts a step earlier behind
+#: loaded K/V, see test_disaggregated_prefill.
 LENGTHS = (BLOCK, 2 * BLOCK, 2 * BLOCK + 2, 5 * BLOCK, 200)
 OPTIONS = (
     *("--served-model-name", "smollm2"),

@@ -203,7 +203,7 @@ def test_every_way_to_cross_a_block(tiny, script, num_drafts):
                 for name in ("accepted", "draft")
             )
             assert (accepted > 0) == (right > 0) and (accepted < drafted or right == num_drafts)
-            # What is cached now gives the same tokens again.
+            # The tokens cached now give the same result.
             longer = text[: max(lengths) + 9]
             script.num_drafts = 0
             assert generate(llm, [longer], greedy(2)) == [text[len(longer) :][:2]]

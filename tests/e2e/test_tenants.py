@@ -81,7 +81,7 @@ def test_tenants_with_equal_prompts_share_nothing(tenants, folder):
         assert answers == ["MISS", "HIT"]
         assert tenants.metric(KEPT, result="hit") - before[1] == 1
         seen[name] = drafted, more
-    # What the first tenant's requests left would have drafted for the second's.
+    # Texts left by the first tenant's requests would have drafted for the second's.
     first, second = (seen[name] for name in STRANGERS)
     assert first == second
     assert first[1] > first[0]

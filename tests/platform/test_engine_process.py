@@ -113,7 +113,7 @@ def test_a_second_check_changes_nothing_that_was_decided(name, tmp_path, monkeyp
         (tmp_path / "config.json").write_text(json.dumps(model))
     made = EngineArgs(model=folder, skip_tokenizer_init=True, **options)
     config = pickle.loads(pickle.dumps(made.create_engine_config()))
-    # What a worker and vLLM decide of the pool, where the memory holds a shorter context.
+    # A worker's and vLLM's decisions on the pool, where the memory holds a shorter context.
     cache = config.cache_config
     if isinstance(model, str):
         cache.block_size = 48

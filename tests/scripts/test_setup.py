@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOOLS = ("awk", "bash", "cat", "cksum", "cp", "cut", "dirname", "grep", "mkdir", "mktemp", "rm")
 TOOLS += ("sed", "touch")
-# Of an older SDK: without the variable, macOS 26 tells it that it is 16.
+# Python has an older SDK: without the variable, macOS 26 tells it that it is 16.
 MLX = """\
 note_mlx() {
     case "$1" in *.txt*) ;; *) return ;; esac

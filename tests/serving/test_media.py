@@ -46,7 +46,7 @@ def test_images_pass(fields):
     [
         (chat(IMAGE | {"uuid": "another's"}), "uuid"),
         ({"input": chat(IMAGE | {"uuid": ""})["messages"]}, "uuid"),
-        # What tools gave back is read as content is.
+        # Tools' output is read as content is.
         ({"input": [output({"type": "input_image", "image_url": None, "uuid": "s"})]}, "uuid"),
         ({"input": [output({"image_url": IMAGE["image_url"], "uuid": "s"})]}, "uuid"),
         (chat({"type": "tool_result", "content": [{"type": "image", "uuid": "s"}]}), "uuid"),

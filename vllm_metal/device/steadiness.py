@@ -10,7 +10,7 @@ import psutil
 
 #: By libkern/OSThermalNotification.h: 0 is nominal (or unknown); from 1 on macOS slows the chip.
 _THERMAL = b"com.apple.system.thermalpressurelevel"
-#: Of all cores, since the last call. The tuner itself keeps one core of at least eight busy.
+#: Most use of all cores since the last call. The tuner itself keeps one of at least eight busy.
 _BUSY_PERCENT = 50.0
 
 

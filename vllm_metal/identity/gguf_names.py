@@ -57,7 +57,7 @@ def _find_tagged(repo: str, tag: str) -> Path:
         path
         for path in files
         if word.search(str(path.relative_to(folder)).lower())
-        # Of a split model, only the first part.
+        # Only the first part of a split model.
         and ((part := _PART.search(path.name)) is None or int(part[1]) == 1)
     ]
     if len(found) == 1:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = init_logger(__name__)
 
-#: Of logits processors that are installed for every vLLM engine.
+#: Entry points of logits processors that are installed for every vLLM engine.
 _PLUGINS = "vllm.logits_processors"
 
 
@@ -94,8 +94,8 @@ def _obstacles(args: EngineArgs, model: ModelConfig, num_drafts: int) -> Iterato
     yield model.runner_type != "generate"
     yield max(args.tensor_parallel_size, args.pipeline_parallel_size) > 1
     yield bool(args.logits_processors) or bool(entry_points(group=_PLUGINS))
-    # What a store or a peer holds has been written without drafts: another configuration, another
-    # fingerprint, so it would no longer be found. And each step would wait for the one before.
+    # Pages in a store or a peer were written without drafts: another configuration, another
+    # fingerprint, so they would no longer be found. And each step would wait for the one before.
     yield is_enabled(args)
     # vLLM would want room for the drafts of --max-num-seqs requests in each step.
     yield args.enable_lora

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, cast, get_args
 
 Device = Literal["metal", "cpu"]
-#: What computes attention and writes the KV pool. auto: our Metal kernels on a Mac's GPU if they
+#: How to compute attention and write the KV pool. auto: our Metal kernels on a Mac's GPU if they
 #: pass the self-check, else MLX; metal: our kernels, or an error if they fail it; mlx: MLX's own
 #: operations; interpret: our kernels, interpreted on the CPU (slow; for developing them).
 Kernels = Literal["auto", "metal", "interpret", "mlx"]

@@ -12,7 +12,7 @@ from ..unrun import Call
 #: The kernel's name in the unit.
 NAME = "proxy"
 
-# What a body may mention of its position. Lanes of a simdgroup follow one another.
+# Position attributes that a body may use. Lanes of a simdgroup follow one another.
 _POSITIONS = {
     "thread_position_in_threadgroup": "uint3{X(workitem), Y(workitem), Z(workitem)}",
     "threadgroup_position_in_grid": "uint3{X(workgroup), Y(workgroup), Z(workgroup)}",

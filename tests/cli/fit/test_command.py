@@ -150,7 +150,7 @@ def test_drafts_of_a_model_with_states_leave_less_for_the_pool(folder, capsys):
     assert status == 0
     pools = [of["kv_cache"]["auto"]["pool"] for of in (without, found)]
     taken = [-of["kv_cache"]["auto"]["memory"]["states"] for of in (without, found)]
-    # Of a draft what it leaves, and no state: heads of 32 have inputs of a tenth of one.
+    # A draft takes what it leaves, and no state: heads of 32 have inputs of a tenth of one.
     of_drafts = taken[1] - taken[0]
     assert 0 < of_drafts < 0.3 * 64 * 4 * found["kv_cache"]["auto"]["state_bytes"]
     assert pools[0] > pools[1]

@@ -42,7 +42,7 @@ SECOND_OF = 4
 NETWORKS = {"draft_model": "draft", "dflash": "dflash"}
 #: One in this many seeds with a draft model has a block drafter instead.
 BLOCKS_OF = 2
-#: Of this many seeds with a draft network, all but one also copy text.
+#: All but one in this many seeds with a draft network also copy text.
 WITHOUT_LOOKUP_OF = 3
 #: Methods with which vLLM does not schedule ahead under its first model runner's contract.
 SYNCHRONOUS_ONLY = tuple(name for name in METHODS if name and not BY_NAME[name].schedules_ahead)

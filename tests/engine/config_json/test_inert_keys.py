@@ -64,12 +64,12 @@ UNUSED = {
     "llama4_text": {"intermediate_size"},
     "mellum": {"intermediate_size"},
     "qwen2_moe": {"intermediate_size"},
-    # Of blocks with windows and sinks, which `config_refusals` refuses.
+    # Fields of blocks with windows and sinks, which `config_refusals` refuses.
     "nemotron-nas": {"sparsify", "unshifted_sink", "use_prefill_window_in_sink_attention"},
     "olmo": {"vocab_size"},  # embedding_size counts
     # Refused, whatever they say.
     "plamo2": {"attention_window_size", "full_attention_idx"},
-    # Of images.
+    # Fields of images.
     "plamo3": {"image_feature_size", "image_proj_type", "linear_type"},
 }
 

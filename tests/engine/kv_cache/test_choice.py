@@ -489,7 +489,7 @@ def test_mlx_takes_prompts_of_so_many_rows_as_it_is_faster_for(monkeypatch, shar
     assert (chosen == KERNELS) == (fewest is None)
     (line,) = (line for line in said if line.startswith("long prompts"))
     assert (f"MLX from {fewest} rows on" if fewest else "by our kernels") in line
-    # The tuner timed more lengths. What could not be timed at all does not serve.
+    # The tuner timed more lengths. A way that could not be timed at all does not serve.
     (kind,) = {
         str(case)
         for case in choice.needed_cases([*LAYERS, DELTA], BF16, BF16, 16)

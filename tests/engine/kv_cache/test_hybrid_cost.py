@@ -53,7 +53,7 @@ def test_a_context_costs_its_attention_layers_and_its_states(name, config):
     config.cache_config.mamba_cache_mode = "align"
     specs = kv_cache_specs(layers, block_size, BF16)
     needs = Needs.of(config, specs)
-    # Of whole blocks; long enough that a request's states, a page each, do not make up most of it.
+    # Whole blocks; long enough that a request's states, a page each, do not make up most of it.
     tokens = block_size * max(20, 8192 // block_size)
     token = attending * 2 * heads * size * 2
     state = sum(mx.zeros(shape, dtype).nbytes for shape, dtype in parts)

@@ -342,7 +342,7 @@ def test_pages_move_amid_steps_without_a_copy_of_the_pool(kind, dtype):
             exported = pages.export(0, blocks)
             for state in layers:
                 state.wait_for_device()
-            # What the last step has written is there.
+            # The last step's writes are there.
             assert pages_of(exported)[0] == naive(states, names, 1)
             step(start + 2)
             pages.import_pages(0, others, rows)

@@ -76,7 +76,7 @@ def test_five_drafts_take_no_more_than_one_but_for_their_rows(served, storage):
             states = [layer.state_bytes for layer in layers if layer.state_bytes]
             assert states == [STATE] * NUM_LAYERS
             run = profile.requests_profile(parts, layers, config, storage, drafts)
-            # Of two steps: the second one applies what the first one left, and leaves its own.
+            # Inputs of two steps: the second applies what the first left, and leaves its own.
             left = 2 * REQUESTS * drafts * NUM_LAYERS * INPUTS
             peak = planner.peak_of(run)
             assert peak > left

@@ -23,7 +23,7 @@ from vllm_metal.engine.batch.requests import BlockTables, Requests
 from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 
-#: Of each prompt its length, and how it is cut up: the last chunk is what remains.
+#: Each prompt's length, and how it is cut up: the last chunk is what remains.
 PROMPTS = [(520, (512,)), (300, (33, 200)), (90, (31, 32)), (150, (1, 1, 100)), (40, (7,) * 5)]
 WIDTH = 35
 #: Sizes that all differ, as a layer's: a mistake in one shows.

@@ -16,7 +16,7 @@ from engine.models.published import FAMILIES
 
 pytestmark = pytest.mark.slow
 
-#: Of log-probabilities: what a change must do to be seen.
+#: Least effect on log-probabilities of a change that is seen.
 SEEN = 100 * TOLERANCE
 LARGE = 3.0  # standard deviations that an array is changed by; a number alone by 3
 OTHER_ARRAYS = float("inf")  # of other shapes or names, so that files themselves would differ
@@ -59,7 +59,7 @@ WITHOUT_EFFECT = {
     ),
 }
 GENERAL = frozenset().union(*WITHOUT_EFFECT.values())
-#: The same of single families, by reason and pattern of `family:key`. Of the first, transformers
+#: The same of single families, by reason and pattern of `family:key`. For the first, transformers
 #: builds no model: shapes are bound to one another, and one key alone cannot change.
 OF_FAMILY = {
     "bound to other keys": _names(
@@ -138,8 +138,7 @@ OF_FAMILY = {
         "qwen4_exp:ngram_vocab_size_base qwen4_exp:seed qwen4_exp:split_ngram_parts"
     ),
 }
-#: Of the keys that change nothing elsewhere, those by which a family computes: n-grams end with a
-#: text.
+#: Keys that change nothing elsewhere, by which a family computes: n-grams end with a text.
 COUNTED = _names("qwen4_exp:eos_token_id")
 #: Patterns of `family:array` that change nothing, with the reason.
 ARRAYS: dict[str, str] = {

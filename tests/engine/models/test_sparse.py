@@ -52,7 +52,7 @@ QWEN4 = "qwen4_exp"
 NAMES = (DSA, HY4, M3, GLM5, V4, QWEN4)
 WITH_STATES = GLM5, QWEN4
 TOPK, BLOCK_OF_M3, GROUP = 24, 12, 6  # a block of the pool is no multiple of the last two
-#: Of each prompt its length, and how it is cut up: the last chunk is what remains.
+#: Each prompt's length, and how it is cut up: the last chunk is what remains.
 PROMPTS = [(540, (512,)), (90, (31, 32)), (60, (1, 1, 20, 1)), (40, (7,) * 5), (20, (3,))]
 TOLERANCE = 1e-3  # of log-probabilities in float32
 

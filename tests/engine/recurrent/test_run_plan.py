@@ -77,7 +77,7 @@ def test_random_steps(seed):
         ]
         fresh = [False] * len(begins) if plan.fresh is None else np.array(plan.fresh).tolist()
         assert fresh == (begins == 0).tolist()
-        # What is kept where, for any number of drafts that are accepted.
+        # Rows that are kept, and where, for any number of accepted drafts.
         accepted = rng.integers(0, drafts + 1)
         last = bounds[1:] - 1 - drafts + accepted
         wanted = plan.endings.wanted(last)

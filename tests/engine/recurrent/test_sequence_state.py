@@ -107,7 +107,7 @@ class Play:
         self.texts = [self.text() for _ in range(NUM_REQS)]
         self.tables = np.zeros((NUM_REQS, WIDTH), np.int32)
         self.free = rng.permutation(np.arange(1, NUM_BLOCKS)).tolist()
-        # Of the newest step, which the host has not read where it lags: what was rejected.
+        # Drafts that the newest step rejected, which the host has not read where it lags.
         self.rejected = np.zeros(NUM_REQS, np.int32)
         self.unread = None  # its rows, and of each request the last one that was accepted
 

@@ -47,7 +47,7 @@ class ForceToken(LogitsProcessor):
             assert how == MoveDirectionality.UNIDIRECTIONAL
             self.forced[target] = self.forced.pop(source)
             self.outputs[target] = self.outputs.pop(source)
-        # What is left must be a batch without holes.
+        # The remaining requests must be a batch without holes.
         assert sorted(self.forced) == list(range(batch_update.batch_size))
 
     def apply(self, logits):

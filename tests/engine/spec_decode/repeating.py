@@ -161,7 +161,7 @@ def write_drafter(
     fit[COPY] = np.linalg.solve(gram, inputs.T @ codes).T
     fit[COPY][:num_unknown] = 0
     one = np.sqrt(1 / SIZE)
-    # Of position p - period - 2 the hidden states tell the token of p - period - 1: that of p - 1.
+    # Hidden states of position p - period - 2 tell the token of p - period - 1: that of p - 1.
     reads = _attention(period + 2, [(COPY, BEFORE, 2 * one)], normed=True)
     passes = _attention(-1, [(BEFORE, NEXT, 2 * one)], normed=True)
     arrays = {"fc.weight": fit, "hidden_norm.weight": np.ones(SIZE), "norm.weight": np.ones(SIZE)}

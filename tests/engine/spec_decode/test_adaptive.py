@@ -140,7 +140,7 @@ def test_rows_of_others_make_a_draft_cheaper_by_comparison():
 def test_acceptance_counts_drafts_whose_fate_was_seen(lengths):
     for _ in range(2000):
         lengths.observe_drafts(np.array([0, 2]), np.array([4, 2]), np.array([3, 2]))
-    # Of six drafts five were accepted, one refused, none left in doubt.
+    # Five of six drafts were accepted, one refused, none left in doubt.
     assert lengths.acceptance() == pytest.approx(5 / 6, abs=1e-6)
 
 

@@ -146,7 +146,7 @@ def test_a_prompt_that_never_drafted_leaves_whole_blocks_when_its_kv_are_complet
     bench.proposer.complete_draft_kv(request)
     shared = bench.tables.tables_np[0][0, :2].tolist()
     bench.proposer.forget_request(0)
-    # Of a request that is gone there is nothing to complete, and it takes nothing down.
+    # A request that is gone has nothing to complete, and takes nothing down.
     bench.proposer.complete_draft_kv(request)
     bench.begin(1, prefix + bench.prompt(3), shared)
     assert bench.step([1], [0]) == [0]

@@ -86,7 +86,7 @@ def noting():
 
     def proposing(call):
         def calling(self, request):
-            # Of passes that follow, the first one reads hidden states of the target.
+            # The first of the passes that follow reads hidden states of the target.
             at_hand.update(texts=request.token_ids_np, first=True)
             if (found := call(self, request)) is None:
                 return None

@@ -257,7 +257,7 @@ def _gemma4(toy: Toy, rows: int, columns: int) -> Picture:
     return Picture([toy.image_token] * count, [True] * count, data)
 
 
-#: Of the text's configuration.
+#: Changes to the text's configuration.
 CHANGES: dict[str, dict[str, Any]] = {"qwen3_5": {"partial_rotary_factor": 0.5}}
 _PICTURES: dict[str, Callable[[Toy, int, int], Picture]] = {
     "gemma3": _gemma,

@@ -236,7 +236,7 @@ def test_a_table_with_fewer_rows_than_the_model_has_is_an_error(tmp_path, rule):
 
 
 _LONGCAT = further.FAMILIES["longcat_flash_ngram"]
-#: Of two tables that are more than a layer together, and less each.
+#: Has two tables that are more than a layer together, and less each.
 _NGRAMS = _LONGCAT.config | {"emb_split_num": 1, "ngram_vocab_size_ratio": 32}
 #: Small models of other families; their tables' paths, number and quantization.
 OTHERS = {

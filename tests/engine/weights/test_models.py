@@ -116,7 +116,7 @@ def test_biases_that_a_layer_lacks_are_left_out_where_they_are_zero(tmp_path, va
 @pytest.mark.slow  # a second opinion on the reference itself
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_transformers_reads_blocks_of_fp8_so(tmp_path, family):
-    # Of blocks that divide weights: transformers takes others to be smaller.
+    # Blocks divide the weights: transformers takes others to be smaller.
     expected = write_quantized(family, "fp8 blocks of 32x64", tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(
         tmp_path,

@@ -93,7 +93,7 @@ def test_a_removed_file_is_read_on_and_one_that_is_cut_off_is_an_error(tables, p
     check(tables, [9], outs)
     with pytest.raises(TableError, match=r"row 10 .*part1-0: the file was cut off\. Restore"):
         read(reader, [2, 5, 10, 20])
-    # What was read before it is right, and so is the rest once the file is.
+    # Rows read before it are right, and so is the rest once the file is.
     parts[1][0].file.write_bytes(content)
     outs, nbytes = read(reader, [20, 10, 5, 2])
     check(tables, [20, 10, 5, 2], outs)

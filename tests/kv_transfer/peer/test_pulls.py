@@ -177,8 +177,8 @@ def test_other_weights_compute_at_another_speed():
 def share_of_right_choices(rate, prefill, rng, count=200):
     """Requests of 16 to 8,192 tokens, one after another, of an 8B model of 131,072 bytes a token.
 
-    Pulls vary by a fifth, computing by a tenth, and both have a fixed time. What is measured is
-    only what was chosen. A choice is right if it took less than the other would have.
+    Pulls vary by a fifth, computing by a tenth, and both have a fixed time. Only what was
+    chosen is measured. A choice is right if it took less than the other would have.
     """
     puller, now, right = Puller(content(131072 * BLOCK)), 0.0, 0
     for _ in range(count):

@@ -14,7 +14,7 @@ from metal_kernels.kv_states import reference
 
 NUM_BLOCKS = 7
 FENCE_BYTES = 32
-# What a block of each pool has in one head, the parts of a block, and the dtype. Each is a kernel.
+# A block's shape in one head of each pool, the parts of a block, and the dtype. Each is a kernel.
 KINDS = [
     (((16, 8), (16, 8)), 1, mx.bfloat16),
     (((16, 12), (16, 4)), 3, mx.float32),

@@ -69,7 +69,7 @@ def check(batch, made, schedule="forward", softcap=None, sinks=None, window=None
     np.testing.assert_allclose(np.array(out.astype(mx.float32)), wanted, atol=atol, rtol=0)
 
 
-# Of each request (computed, rows): decodes and drafts, a prompt, one that shares nothing.
+# Each request's (computed, rows): decodes and drafts, a prompt, one that shares nothing.
 REQUESTS = [(52, 1), (49, 1), (75, 3), (40, 30), (20, 1), (330, 1), (310, 2)]
 ALIKE = [((0, 1, 2, 3), 3), ((5, 6), 18)]
 
@@ -214,7 +214,7 @@ def test_every_row_sees_its_context_once(batch, shape, block_size, share):
         positions = np.arange(seq_lens[owner] - (starts[owner + 1] - row) + 1)
         wanted = tables[owner, positions // block_size] * block_size + positions % block_size
         assert sorted(slots) == sorted(wanted.tolist())
-    # What is shared is no more work than what it replaces, so that no dispatch exceeds its bound.
+    # Sharing is no more work than what it replaces, so that no dispatch exceeds its bound.
     assert made.work <= plan(starts, seq_lens, tables, shape, most_work=bound).work
     # And nothing is launched that the start has not compiled.
     tried = {pipeline for trial in trials(shape, None, tiles) for pipeline in trial.pipelines}

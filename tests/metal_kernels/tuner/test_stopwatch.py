@@ -82,5 +82,5 @@ def test_calls_take_the_fence_of_the_one_before():
 
     with kernel.using(metal_interpreter.metal_kernel):
         Once().time_call("variant", call)
-    # What compiles, a warm-up and five windows, each from zero.
+    # A call that compiles, a warm-up and five windows, each from zero.
     assert len(fences) >= 7 and all(fence.tolist() == [0] * fence.size for fence in fences[:1])

@@ -72,7 +72,7 @@ def bounded():
 def test_texts_are_counted_before_any_is_read(bounded, request_, fits):
     """Also without tenants, where nothing else reads bodies."""
     serve = getattr(*SERVED.get(type(request_), (PoolingBaseServing, "__call__")))
-    # Who gets past the count finds that this is no server.
+    # A request that gets past the count finds that this is no server.
     expected = AttributeError if fits else VLLMValidationError
     with pytest.raises(expected) as raised:
         asyncio.run(serve(SimpleNamespace(), request_, None))

@@ -62,7 +62,7 @@ def choose(
 ) -> list[mx.array | None]:
     """Chooses the entries that each token attends to, by sum_h w_h * relu(q_h . entry).
 
-    Reads the entries of each context once for each call. Of equal scores, the first are chosen.
+    Reads each context's entries once for each call. If scores are equal, the first are chosen.
 
     Args:
         queries: [T, H, D].

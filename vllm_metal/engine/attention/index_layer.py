@@ -179,7 +179,7 @@ class IndexLayer(AttentionLayer):
         """Runs scores of a prompt over one long context, and of many decodes."""
         if context <= self._topk:
             return
-        # Of three calls, one waits for another.
+        # One of three calls waits for another.
         rows = 3 * max(sparse.MAX_SCORES * self._per_key // (context * self.num_heads), 1)
         many = max(MAX_GATHERED // context, 1)
         for num_reqs, num_rows in (

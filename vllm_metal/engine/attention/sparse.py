@@ -38,7 +38,7 @@ def choose(
 ) -> mx.array:
     """Chooses the positions that each of t tokens attends to, after the write of keys.
 
-    Reads each context once. Of equal scores, those at lower positions are chosen.
+    Reads each context once. If scores are equal, those at lower positions are chosen.
 
     Args:
         kv_cache: the indexer's keys.
@@ -173,8 +173,8 @@ def _chosen_ranges(scores: mx.array, positions: mx.array, size: int, topk: int) 
 def largest(scores: mx.array, topk: int) -> mx.array:
     """Returns [..., topk] int32 indices of the largest of [..., S] scores, in order.
 
-    Scores of minus infinity are never chosen; ABSENT replaces what is missing, at the end. Of equal
-    scores, the first are chosen.
+    Scores of minus infinity are never chosen; ABSENT replaces what is missing, at the end. If
+    scores are equal, the first are chosen.
     """
     # A full sort by score and position would take another array of indices, and MLX does not state
     # that its sorts are stable.

@@ -70,7 +70,7 @@ class StepOutput:
         self.batch = batch
         self.sampled = sampled
         self.prompt_logprobs = prompt_logprobs
-        #: What was measured of the step, by field of StepMetrics.
+        #: Measurements of the step, by field of StepMetrics.
         self.metrics: dict[str, float] = {}
         #: Whether an evaluation that began after this step ended has succeeded: its results are
         #: right. See `device.errors`.

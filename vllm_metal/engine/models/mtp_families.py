@@ -34,7 +34,7 @@ class MTPFamily:
 
     title: str  # the models' name, for users
     model_types: tuple[str, ...]  # model_type of target models, in their config.json
-    #: Of a layer's array names; {} is replaced by its index, counted from the target's first layer.
+    #: Prefix of a layer's array names; {} becomes its index, counted from the target's first layer.
     prefix: str
     #: From the checkpoint's module names, with * for any number, to MTPHead's; None marks copies of
     #: the target's embedding and head, which are not loaded. Unlisted names belong to the decoder
@@ -47,7 +47,7 @@ class MTPFamily:
     reads_normed: bool = True  # reads the target's states after its last norm, not before it
     feeds_normed: bool = True  # its next pass reads its own output after `norm`, not before it
     masks_first: bool = True  # trained with a zero embedding at the first position of a text
-    #: Of several layers in a checkpoint, layer i drafts token i, as vLLM computes it
+    #: Layer i of several in a checkpoint drafts token i, as vLLM computes it
     #: (`multi_module_mtp`). In the other families vLLM runs the first layer alone.
     one_per_draft: bool = False
     #: Checkpoints store norm weights minus one. mlx-lm adds one when it reads such a checkpoint,

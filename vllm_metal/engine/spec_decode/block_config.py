@@ -59,18 +59,18 @@ _INERT = inert_keys.names(
     "confidence_head_with_markov confidence_head_alpha dspark_bonus_anchor runtime_block_size "
     "block_size_policy dflash_initial_block_size prefer_requested_block_size tie_word_embeddings"
 )
-#: What the speculators layout has around the layers' own configuration.
+#: Keys of the speculators layout around the layers' own configuration.
 _SPECULATORS = inert_keys.names(
     "speculators_model_type speculators_config speculators_version transformer_layer_config "
     "aux_hidden_state_layer_ids sliding_window_non_causal conv_kernel_size conv_group_size "
     "selector_rank selector_top_k"
 )
-#: What Laguna's drafters have besides, and the values of which are computed.
+#: Further keys of Laguna's drafters, the values of which are computed.
 _LAGUNA = inert_keys.names(
     "gating mlp_layer_types partial_rotary_factor swa_rope_parameters num_experts "
     "num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size"
 )
-#: What Gemma 4's have.
+#: Those of Gemma 4's.
 _GEMMA4 = inert_keys.names(
     "attention_k_eq_v global_head_dim num_global_key_value_heads final_logit_softcapping "
     "hidden_activation num_anchors vocab_size_per_layer_input"

@@ -45,7 +45,7 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
         layers = mtp_folders.folder_of(found.get("model") or model or target.model)
         content = target.hf_config.to_dict() if layers is None else published(layers)
         _check_split(layers, content)
-        # Of a checkpoint that is yet to be fetched, vLLM reads the number of layers.
+        # vLLM reads the number of layers of a checkpoint that is yet to be fetched.
         is_unread = layers is None and model is not None
         if not is_unread and not mtp_folders.is_depth_supported(content):
             raise ValueError(

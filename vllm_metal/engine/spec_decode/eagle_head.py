@@ -39,7 +39,7 @@ class HeadConfig:
     # Rotary pairs by time, height and width, and whether they are interleaved; None: a row has one
     # position.
     mrope: tuple[tuple[int, ...], bool] | None
-    # What follows is EAGLE-3's.
+    # The fields below are EAGLE-3's.
     layer_ids: tuple[int, ...] | None  # layers whose hidden states it reads, if it says so
     num_hidden_states: int  # of a row: that many layers'; 0: the final one
     hidden_state_size: int  # the target's

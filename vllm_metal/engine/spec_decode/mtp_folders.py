@@ -21,7 +21,7 @@ from vllm_metal.settings.architectures import ASSISTANTS, ASSISTED, SPLIT_MTP, m
 
 #: Names of subfolders of the model's.
 _MTP, _ASSISTANT = "mtp", "assistant"
-#: What the name of a folder beside the model's has more than the model's, at any place.
+#: Addition to the model's name, at any place, in that of a folder beside the model's.
 _MARK = re.compile(rf"-(?:{_MTP}|{_ASSISTANT})(?=[-_.]|$)", re.IGNORECASE)
 _REPOSITORY = "models--"  # of a folder's name in the Hugging Face cache
 

@@ -104,7 +104,7 @@ class HeadNetwork(DraftNetwork):
                 starts_np = rows.positions_np[rows.query_start_loc_np[:-1]]
                 spans = Spans(rows.req_indices_np, starts_np, rows.seq_lens_np)
                 kept = [kept for _, kept in _kept_of(rows, states, images.newest)]
-                # What the step after this one reads is not known yet.
+                # It is not known yet what the step after this one reads.
                 embeddings = images.embeddings(following, spans, kept, encode=False)
             hidden = self._head.combine(states)
             inputs = PassInputs(following, rows.positions, hidden, None, embeddings)

@@ -31,7 +31,7 @@ class DraftRequest:
     #: [R] int32, known tokens of each before its newest step sampled; None: all rows since lay
     #: where the host said.
     num_before_np: np.ndarray | None = None
-    #: What that step sampled and the host does not know; None: the host knows all tokens.
+    #: Tokens which that step sampled and the host does not know; None: the host knows all tokens.
     unread: Unread | None = None
 
     @property

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GRAM_SIZES = (4, 2)  # tokens of the indexed n-grams, in the order of look-up
 MAX_PLACES = 64  # newest places of an n-gram that are counted over
-#: Of all cached outputs together, at some 250 bytes each (measured on Zipf-distributed tokens).
+#: Tokens of all cached outputs, at some 250 bytes each (measured on Zipf-distributed tokens).
 MAX_CACHED_TOKENS = 1 << 19  # 130 MB
 _ITEM = np.dtype(np.int32).itemsize
 _GAP = -1  # no token: before, between and after texts
@@ -174,7 +174,7 @@ def _most_frequent_path(
         for row in rows:
             counts[row[index]] = counts.get(row[index], 0) + 1
         most = max(counts.values())
-        # Of equally frequent tokens the one seen last.
+        # The last seen of equally frequent tokens.
         token = next(row[index] for row in reversed(rows) if counts[row[index]] == most)
         prob *= most / total
         if token == _GAP or prob < min_prob:

@@ -86,7 +86,7 @@ class ImageColumn(PerRequestState):
         self._shifts = ShiftTable()
         # By request id, indices of images that have a place in the encoder since the newest step.
         self._scheduled: Mapping[str, Sequence[int]] = {}
-        #: Of the forward whose inputs were made last; None: it has no image tokens.
+        #: Images of the forward whose inputs were made last; None: it has no image tokens.
         self.newest: StepImages | None = None
 
     def step_begins(self, scheduler_output: SchedulerOutput) -> None:

@@ -44,7 +44,7 @@ class Networks:
     layers: list[StatefulLayer]  # its own
     draft: DraftNetwork | None
     draft_bytes: int  # bytes of the draft network's weights
-    #: What modules of the target read of requests, see `attention.forward_inputs.of_rows`. They
+    #: Per-request inputs of the target's modules, see `attention.forward_inputs.of_rows`. They
     #: outlive a runner: a row is of whoever entered it last.
     columns: Sequence[PerRequestState] = ()
     adapters: Adapters | None = None  # None: without --enable-lora

@@ -241,8 +241,8 @@ class BlockFolder:
 
 
 def _mtime_ns(used_at: float, depth: int) -> int:
-    # Of blocks used at the same time, the deepest are evicted first, as they are useless without
-    # those before them. Truncated to microseconds, since a float has no nanoseconds here.
+    # Blocks used at the same time are evicted deepest first, as they are useless without those
+    # before them. Truncated to microseconds, since a float has no nanoseconds here.
     return int(used_at * 1e6) * 1000 - depth * 1000
 
 

@@ -178,7 +178,7 @@ class DiskStore(Store):
             folder.discard(keys)
 
     def offered(self) -> DiskPages:
-        # Of all namespaces: only those who know a page's text and salt know its hash.
+        # Offers all namespaces: only those who know a page's text and salt know its hash.
         assert self._content is not None
         content, fingerprint = self._content, self._content.fingerprint
 

@@ -138,7 +138,7 @@ def _check_positions(language_model: nn.Module, row: TextModel) -> None:
 
 def _positions(inputs: mx.array, cache: Any, axes: str) -> mx.array:
     """Returns positions of [B, L] tokens after `cache`, the same in each of three coordinates."""
-    # Of text; those of images differ. A cache of a step has [B] offsets, any other has one.
+    # Text positions; those of images differ. A cache of a step has [B] offsets, any other has one.
     offset = 0 if cache is None else cache[0].offset
     positions = mx.arange(inputs.shape[1]) + mx.array(offset).reshape(-1, 1)
     positions = mx.broadcast_to(positions, inputs.shape)

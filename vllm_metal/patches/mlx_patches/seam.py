@@ -68,7 +68,7 @@ class GroupChoice:
         return self.size * (self.topk + 1) - 1
 
 
-#: What an indexer chooses: so many positions, blocks of them, or groups.
+#: An indexer's choice: so many positions, blocks of them, or groups.
 Choice = int | BlockChoice | GroupChoice
 
 

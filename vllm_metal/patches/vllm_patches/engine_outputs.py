@@ -54,8 +54,8 @@ def watch(
             tokens after a stop string.
         abort: takes ids that the engine is to abort; more of their outputs may come.
     """
-    # vLLM's statistics are sums over all requests. Of a single request they have only its state at
-    # its end, and nothing if it was aborted.
+    # vLLM's statistics are sums over all requests. For a single request they have only its state
+    # at its end, and nothing if it was aborted.
     add_request, process_outputs = processor.add_request, processor.process_outputs
     abort_requests = processor.abort_requests
 

@@ -63,7 +63,7 @@ _HYBRID = (
     "Qwen4ExpFor",
     "Zamba2",
 )
-#: What a text model's architecture ends in, and in what where it embeds or classifies, ...
+#: Endings of a text model's architecture, and those where it embeds or classifies, ...
 _GENERATES = ("ForCausalLM", "LMHeadModel")
 _POOLS = ("Model", "ForSequenceClassification", "ForTokenClassification")
 #: ... and those among vLLM's own models that pool which are such decoders and nothing more.

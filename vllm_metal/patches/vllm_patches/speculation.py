@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-#: What config.json of the dropped heads that are being read is to say besides.
+#: Further keys for config.json of the dropped heads that are being read.
 _KEYS: ContextVar[dict[str, Any] | None] = ContextVar("keys", default=None)
 
 

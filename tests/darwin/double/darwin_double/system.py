@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import darwin_double
 
-#: Of macOS 15.5.
+#: Kernel release of macOS 15.5.
 KERNEL = "24.5.0"
 #: `platform.mac_ver()[0]`: the release, unless the variable is set.
 RELEASE = os.environ.get("DARWIN_DOUBLE_RELEASE", "15.5")

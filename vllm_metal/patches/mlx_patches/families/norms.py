@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from vllm_metal.patches.mlx_patches.replacing import after_init
 
-#: Of float32: the default of torch's norms of any floating dtype below float64.
+#: Epsilon of float32: the default of torch's norms of any floating dtype below float64.
 TORCH_EPSILON = 2.0**-23
 
 
