@@ -57,8 +57,11 @@ class Stream:
             RuntimeError: the stream has ended.
         """
         wanted = len(self.times) + number
-        while len(self.times) < wanted:
-            if not self._thread.is_alive():
+        while True:
+            has_ended = not self._thread.is_alive()  # asked first: the last tokens may come now
+            if len(self.times) >= wanted:
+                return
+            if has_ended:
                 raise RuntimeError("a stream ended early: its answer was too short, or failed")
             time.sleep(0.01)
 
