@@ -31,7 +31,6 @@ def pairwise(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     the rest slow.
 
     axes: values by parameter name, at least two axes.
-        axes: values by a parameter's name, two axes at least.
     """
     sizes = [len(axis) for axis in axes.values()]
     pairs = _covered(sizes, 2)

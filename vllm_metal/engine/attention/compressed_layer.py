@@ -36,6 +36,7 @@ from vllm_metal.patches.mlx_patches.seam import AttendingCache, Compression, Sco
 _KERNELS = ("kv_write", "kv_gather", "kv_blocks")
 #: "index": an indexer's entries, by which it chooses among others.
 Role = Literal["keys", "groups", "entries", "index"]
+_OF_ENTRIES = ("entries", "index")
 _NONE = Compression(1, 1, 1)
 
 
@@ -51,7 +52,7 @@ class RowLayer(AttentionLayer):
     @staticmethod
     def of(name: str, role: Role, by: Compression, width: int, query_heads: int = 1) -> RowLayer:
         units = by.units_of(width)
-        of_groups = role in ("entries", "index")
+        of_groups = role in _OF_ENTRIES
         if of_groups and by.size % by.slots_of(width):
             raise NotImplementedError(
                 f"has entries of {width} elements for {by.size} positions in {name}, which is not "
@@ -140,7 +141,7 @@ class RowLayer(AttentionLayer):
         kv_cache: LayerKVCache = self.allocate(num_blocks, layout.block_size, elements, backend)
         plan = self._planned(layout.split(kv_cache.split), backend)
         num_rows = int(layout.query_start_loc_np[-1])
-        if self.role in ("entries", "index"):
+        if self.role in _OF_ENTRIES:
             num_rows = -(-num_rows // self.by.size) * self.by.slots_of(self.width)
         rows = mx.zeros((num_rows, self.num_kv_heads, self.head_size), dtype)
         kv_cache.write(plan, rows, rows)

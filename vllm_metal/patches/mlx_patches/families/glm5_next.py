@@ -39,13 +39,8 @@ class PooledKeyCache(KVCache):
 
 
 def config(module: ModuleType) -> None:
-    """Checks the layers' kinds, and reads text models that are no part of a multimodal one."""
+    """Checks the layers' kinds."""
     after_init(module.TextConfig, _check)
-
-    def nested(before: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda keys: before(keys if "text_config" in keys else {"text_config": keys})
-
-    wrap(module.ModelConfig, "from_dict", nested)
 
 
 def _check(text: Any, *_: Any, **__: Any) -> None:

@@ -9,7 +9,7 @@ its indexer's keys to a cache of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -34,7 +34,7 @@ _OF_TEXT = re.compile(r"^model\.(?=embed_tokens\.|layers\.|hyper_connection_mixe
 
 
 def config(module: ModuleType) -> None:
-    """Reads text models of their own, kinds of layers and the gate as transformers does."""
+    """Reads kinds of layers and the gate as transformers does."""
     base: Any = module.TextConfig
 
     @dataclass
@@ -51,16 +51,8 @@ def config(module: ModuleType) -> None:
             self.rope_parameters = {"mrope_section": [11, 11, 10], **(self.rope_parameters or {})}
             super().__post_init__()
 
-    def nested(before: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda keys: before(keys if "text_config" in keys else _of_text(keys))
-
     TextConfig.__module__ = base.__module__
     module.TextConfig = TextConfig  # type: ignore[attr-defined]
-    wrap(module.ModelConfig, "from_dict", nested)
-
-
-def _of_text(keys: Mapping[str, Any]) -> dict[str, Any]:
-    return {"model_type": keys["model_type"], "text_config": dict(keys)}
 
 
 def arrays(module: ModuleType) -> None:

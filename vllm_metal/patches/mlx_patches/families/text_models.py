@@ -81,6 +81,20 @@ def text_of_its_own(module: ModuleType) -> None:
     wrap(module.ModelConfig, "from_dict", nested)
 
 
+def part_of_a_whole(module: ModuleType) -> None:
+    """Makes a multimodal configuration read a text model's config.json as its `text_config`."""
+
+    def nested(before: Callable[..., Any]) -> Callable[..., Any]:
+        def read(keys: dict[str, Any]) -> Any:
+            if "text_config" in keys:
+                return before(keys)
+            return before({"model_type": keys["model_type"], "text_config": {**keys}})
+
+        return read
+
+    wrap(module.ModelConfig, "from_dict", nested)
+
+
 def first_of_two(*names: str) -> Callable[[ModuleType], None]:
     """Returns a patch of a text configuration: of pairs for text and images, text's counts."""
 
