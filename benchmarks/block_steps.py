@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ import mlx.core as mx
 import numpy as np
 from vllm import LLM, SamplingParams
 
+from vllm_metal.engine.models import compiled
 from vllm_metal.engine.models.compiled import CompiledForward
 
 _M_MXFAST = 1  # glibc's malloc.h
@@ -113,6 +115,7 @@ def lay_out_for_kernels() -> None:
 
     mx.fast.metal_kernel = compiler
     mx.fast.rms_norm = mx.fast.rope = unchanged
+    compiled.angles_shared = nullcontext  # on a GPU a rotary embedding is one operation
     kernel.use(compiler)
     choice.kv_backend = lambda *_, **__: KERNELS
     for config in (overhead.CONFIG, CONFIG):
