@@ -5,14 +5,17 @@ import json
 from importlib import import_module
 from itertools import pairwise
 
+import metal_interpreter
 import mlx.core as mx
 import numpy as np
 import pytest
 import torch
 from e2e.harness import counters, engine, generate, greedy
+from engine.attention.test_paged_cache import Turns
 from engine.models.cases import cases
 from engine.spec_decode.blocks import (
     CONFIG,
+    LAYERS,
     MASK,
     RANK,
     TAPS,
@@ -43,7 +46,9 @@ from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dflash2 import DFlash2Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_dspark import Qwen3DSparkForCausalLM
 
+from metal_kernels import kernel
 from vllm_metal.engine.batch.requests import BlockTables
+from vllm_metal.engine.kv_cache.kernels import KERNELS, KernelBackend
 from vllm_metal.engine.kv_cache.scatter import SCATTER
 from vllm_metal.engine.models import loader
 from vllm_metal.engine.models.compiled import CompiledForward
@@ -318,7 +323,7 @@ def test_a_drafter_of_another_tokenizer_is_refused(tmp_path):
         load_network(config, ModelParts(loader.load(config)))
 
 
-def states_of(config, computed=mx.float32, pool=mx.float32):
+def states_of(config, computed=mx.float32, pool=mx.float32, backend=SCATTER):
     """Returns the drafter, and a block's hidden states behind three random context positions."""
     network = load_network(config, ModelParts(loader.load(config)))
     network.drafter.set_dtype(computed)
@@ -327,7 +332,7 @@ def states_of(config, computed=mx.float32, pool=mx.float32):
     layers = network.layers
     tables = BlockTables(1, 1, 2)
     tables.replace(0, [[1, 2]])
-    own = {layer.name: layer.allocate(4, BLOCK, pool, SCATTER) for layer in layers}
+    own = {layer.name: layer.allocate(4, BLOCK, pool, backend) for layer in layers}
     group_of = dict.fromkeys(own, 0)
     taps = mx.array(np.random.default_rng(1).normal(size=(3, 3 * HIDDEN)).astype(np.float32))
     context = PagedLayers(network.context_layers, own, group_of, BLOCK)
@@ -349,6 +354,19 @@ def test_a_drafter_beside_a_float16_model_computes_in_bfloat16(tmp_path):
     _, wanted = states_of(config)
     _, found = states_of(config, mx.bfloat16, mx.float16)
     assert np.abs(found - wanted).max() < 0.05 * np.abs(wanted).max()  # of 8 bits
+
+
+def test_writes_rotate_keys_of_contexts_and_blocks_and_queries(tmp_path):
+    """The kernels' write rotates them all; with separate rotations, hidden states are equal."""
+    target = write_target(tmp_path / "target")
+    arguments = shapes(size=64), {}, CONFIG | {"head_dim": 64}, "model.safetensors"
+    config = engine_config(target, write_head(tmp_path / "head", *arguments), "dflash")
+    turns = Turns(metal_interpreter.metal_kernel)
+    with kernel.using(turns.metal_kernel):
+        _, found = states_of(config, backend=KERNELS)
+        assert turns.writes == {64: 2 * LAYERS}
+        _, wanted = states_of(config, backend=KernelBackend(rotates=False))
+    np.testing.assert_allclose(found, wanted, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -27,6 +27,8 @@ class ContextLayer(AttentionLayer):
     def of(layer: AttentionLayer) -> ContextLayer:
         """Wraps a draft model's layer; keeps its name and storage."""
         given = {each.name: getattr(layer, each.name) for each in fields(AttentionLayer)}
+        if layer.rotation is not None:
+            given["rotation"] = layer.rotation._replace(queries=False)
         return ContextLayer(**given)
 
     @cached_property

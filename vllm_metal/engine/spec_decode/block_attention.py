@@ -73,11 +73,11 @@ class BlockAttention(nn.Module):
             cache: the layer's, for the R * L tokens of the blocks.
         """
         rows = x.flatten(0, 1)
-        kept = self.write(rows, rope, cache)
         queries = self.q_norm(self.q_proj(rows).reshape(len(rows), self._num_heads, 1, -1))
+        queries = rope(queries, offset=cache.offset)  # before the write, which can rotate both
+        keys, values = self.write(rows, rope, cache)
         scoring = Scoring(self._score_scale, self.get("attention_sink_bias"))
-        keys, values = kept
-        out = cache.attend(rope(queries, offset=cache.offset), keys, values, scoring)
+        out = cache.attend(queries, keys, values, scoring)
         if "g_proj" in self:  # one gate for each head
             gate = nn.softplus(self.g_proj(rows).astype(mx.float32)).astype(out.dtype)
             out = out.reshape(len(rows), self._num_heads, -1) * gate[..., None]

@@ -12,6 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.rope_utils import initialize_rope
 
 from vllm_metal.engine.attention.attention_layer import AttentionLayer
+from vllm_metal.engine.attention.paged_cache import LayerRotation
 from vllm_metal.engine.models.parts import HiddenStates, ModelParts
 from vllm_metal.engine.spec_decode import packed_network
 from vllm_metal.engine.spec_decode.block_attention import BlockAttention, CastingCache
@@ -23,7 +24,7 @@ from vllm_metal.engine.spec_decode.block_heads import (
     SelectorHead,
 )
 from vllm_metal.engine.spec_decode.network import LAYER_PREFIX
-from vllm_metal.patches.mlx_patches import mlx_vlm_families
+from vllm_metal.patches.mlx_patches import mlx_vlm_families, rotations
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
 
 #: Arrays that are not loaded: a training table, angles that MLX computes, confidences.
@@ -181,6 +182,7 @@ class BlockDrafter(nn.Module):
 def draft_layers(config: BlockConfig, dtype: mx.Dtype) -> list[AttentionLayer]:
     """Describes the drafter's layers to the KV cache."""
     kinds = zip(config.windows, config.causal, strict=True)
+    rotation = _rotation(config, dtype)
     return [
         AttentionLayer(
             f"{LAYER_PREFIX}layers.{index}",
@@ -189,6 +191,7 @@ def draft_layers(config: BlockConfig, dtype: mx.Dtype) -> list[AttentionLayer]:
             config.head_dim,
             window,
             sinks=dtype if config.sinks else None,
+            rotation=rotation,
             bidirectional=not causal,
             guest=True,
         )
@@ -224,15 +227,27 @@ def _network(config: BlockConfig) -> Any:
             nn.RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(num_taps)
         ]
         network.aux_hidden_norms = norms
-    rope = dict(config.rope)
-    base = rope.pop("rope_theta")
-    shape = _rotated(config, rope), base, config.interleaved
-    network.rope = initialize_rope(*shape, rope or None, config.max_len)
+    network.rope = _rope(config)
     if config.markov_rank is not None:
         network.markov_head.markov_w2 = nn.Linear(
             config.markov_rank, config.draft_vocab_size, bias=False
         )
     return network
+
+
+def _rope(config: BlockConfig) -> Any:
+    rope = dict(config.rope)
+    base = rope.pop("rope_theta")
+    shape = _rotated(config, rope), base, config.interleaved
+    return initialize_rope(*shape, rope or None, config.max_len)
+
+
+def _rotation(config: BlockConfig, dtype: mx.Dtype) -> LayerRotation | None:
+    """Returns the RoPE of queries and keys that a write can apply; None: the layer applies it."""
+    positions, rows = mx.zeros(1, mx.int32), mx.zeros((1, 1, 1, config.head_dim), dtype)
+    with rotations.noted():
+        of = rotations.of_keys(positions, _rope(config)(rows, offset=positions))
+    return None if of is None else LayerRotation(of.keys.rotation.kind, queries=True)
 
 
 def _rotated(config: BlockConfig, rope: Mapping[str, Any]) -> int:
