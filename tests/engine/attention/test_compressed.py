@@ -79,16 +79,16 @@ class Layers:
             before = int(length - self.num_tokens[index])
             if name in ("keys", "groups"):
                 source = {"keys": self.rows, "groups": self.parts}[name][index][:before]
-                places = slots_of(table, np.arange(before))
-                found[places] = padded(source, heads)
+                written = slots_of(table, np.arange(before))
+                found[written] = padded(source, heads)
             else:
                 source = {"entries": self.entries, "index": self.index}[name][index]
                 slots = by.slots_of(source.shape[1])
                 ends = before // by.size
                 positions = np.arange(1, ends + 1)[:, None] * by.size + np.arange(-slots, 0)
-                places = slots_of(table, positions.ravel())
-                found[places] = padded(source[:ends], slots).reshape(-1, 1, UNIT)
-            held[places] = True
+                written = slots_of(table, positions.ravel())
+                found[written] = padded(source[:ends], slots).reshape(-1, 1, UNIT)
+            held[written] = True
         return held, found
 
     def fill(self, name, known):
@@ -255,10 +255,10 @@ def test_rows_of_the_pool_are_read_once(monkeypatch):
     read, rows_at = [], compressed.Stored.rows_at
     by = layers.by
 
-    def counting(stored, places, *rest):
+    def counting(stored, read_slots, *rest):
         heads = len(stored.kv_cache.keys.elements)
-        read.append((stored.width, int((places != -1).sum()) * heads))
-        return rows_at(stored, places, *rest)
+        read.append((stored.width, int((read_slots != -1).sum()) * heads))
+        return rows_at(stored, read_slots, *rest)
 
     monkeypatch.setattr(compressed.Stored, "rows_at", counting)
     layers.run(given)

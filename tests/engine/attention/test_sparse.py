@@ -203,12 +203,12 @@ class Layers:
         weights = weights if self.case.weighted else None
         scored = queries, weights, mx.array(positions.astype(np.int32))
         chosen = sparse.choose(index, plans[0], tokens, *scored, self.case.choice)
-        places = plans[1].sparse.places_of(chosen)
+        read_slots = plans[1].sparse.read_slots_of(chosen)
         rows = plans[1].sparse.of_all(of_layer)
         scoring = Scoring(0.5, None if self.sinks is None else mx.array(self.sinks))
-        out = sparse.attend(layer, plans[1], rows, places, scoring, None)
+        out = sparse.attend(layer, plans[1], rows, read_slots, scoring, None)
         indices = mx.arange(len(self.layout.slot_mapping_np))
-        return np.array(tokens.of_all(indices)), np.array(places), np.array(out)
+        return np.array(tokens.of_all(indices)), np.array(read_slots), np.array(out)
 
 
 def chosen_of(case, query, rows, weights):
@@ -263,16 +263,17 @@ def expected_of(layers, table, position, query, weights, of_layer):
 
 
 def check(layers, owners, positions, given, results):
-    """Checks results; `owners`: each token's request; places are slots or new rows."""
-    tokens, places, out = results
+    """Checks results; `owners`: each token's request; slots to read may be new rows."""
+    tokens, read_slots, out = results
     written = layers.layout.slot_mapping_np
-    for token, place, found in zip(tokens.tolist(), places, out, strict=True):
+    for token, chosen_slots, found in zip(tokens.tolist(), read_slots, out, strict=True):
         table = layers.layout.block_tables_np[owners[token]]
         chosen, expected = expected_of(
             *(layers, table, positions[token]),
             *(part[token].astype(np.float64) for part in given),
         )
-        slots = np.where(place < ABSENT, written[np.maximum(ABSENT - 1 - place, 0)], place)
+        new_rows = np.maximum(ABSENT - 1 - chosen_slots, 0)
+        slots = np.where(chosen_slots < ABSENT, written[new_rows], chosen_slots)
         for of_choice, positions_of in zip(slots, chosen, strict=True):
             count = len(positions_of)
             assert np.array_equal(of_choice[:count], slots_of(table, positions_of))
@@ -286,12 +287,12 @@ def inputs_of(case, num_tokens):
     return [rng.normal(size=(num_tokens, *size)).astype(np.float32) for size in sizes]
 
 
-def held_by(case, places):
-    """Returns [heads, slots] bool: rows of each K/V head at its chosen places."""
+def held_by(case, read_slots):
+    """Returns [heads, slots] bool: rows of each K/V head at its chosen slots."""
     held = np.zeros((case.kv_heads, NUM_BLOCKS * BLOCK), bool)
-    num_choices = places.shape[1]
+    num_choices = read_slots.shape[1]
     for head in range(case.heads):
-        of_head = places[:, head * num_choices // case.heads]
+        of_head = read_slots[:, head * num_choices // case.heads]
         held[head * case.kv_heads // case.heads, of_head[of_head >= 0]] = True
     return held
 
@@ -314,8 +315,8 @@ def test_a_step_of_prompts_drafts_and_decodes(name, backend, most_scores, has_si
     assert np.array_equal(np.sort(results[0]), np.flatnonzero(positions >= case.topk))
     check(layers, owners, positions, given, results)
     layers.keep_only(1, held_by(case, results[1]))
-    (_, places, out) = layers.run(given, positions)
-    assert np.array_equal(places, results[1]) and np.array_equal(out, results[2])
+    (_, read_slots, out) = layers.run(given, positions)
+    assert np.array_equal(read_slots, results[1]) and np.array_equal(out, results[2])
 
 
 @pytest.mark.parametrize("name", ["latents", "groups of latents", "a choice for each K/V head"])

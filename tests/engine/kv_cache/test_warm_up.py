@@ -189,10 +189,10 @@ def test_sparse_attention_gathers_by_pipelines_that_are_there(layer, choice, poo
         weights = mx.zeros((12, 2)) if layer.latent else None
         given = mx.zeros((12, 2, query_size), mx.float16), weights, mx.zeros(12, mx.int32)
         chosen = sparse.choose(states[1], plans[1], plans[1].sparse, *given, choice)
-        places = plans[0].sparse.places_of(chosen)
-        assert places.shape == (10, layer.choices, 64)
+        read_slots = plans[0].sparse.read_slots_of(chosen)
+        assert read_slots.shape == (10, layer.choices, 64)
         queries = mx.zeros((10, layer.num_heads, layer.head_size), mx.float16)
-        mx.eval(sparse.attend(states[0], plans[0], queries, places, Scoring(1.0), None))
+        mx.eval(sparse.attend(states[0], plans[0], queries, read_slots, Scoring(1.0), None))
     assert recorder.pipelines - compiled == set()
     assert sum(pipeline.kernel == "kv_gather" for pipeline in compiled) == 2
 

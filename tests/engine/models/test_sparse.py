@@ -371,9 +371,9 @@ class Counted:
             self.index_rows.append(bucket.num_requests * bucket.context_len)
             return keys_of(cache, plan, bucket)
 
-        def at(cache, plan, places):
-            self.chosen_rows.append(places.size)
-            return rows_at(cache, plan, places)
+        def at(cache, plan, read_slots):
+            self.chosen_rows.append(read_slots.size)
+            return rows_at(cache, plan, read_slots)
 
         monkeypatch.setattr(ScatterKVCache, "keys_of", of)
         monkeypatch.setattr(ScatterKVCache, "rows_at", at)

@@ -305,12 +305,12 @@ class AttentionLayer(StatefulLayer):
         plan = backend.plan_of_writes(layout, self.num_kv_heads)
         self._write_once(kv_cache, plan, 1, dtype)
         queries = mx.zeros((num_rows, self.num_heads, self.head_size), dtype)
-        places = mx.zeros((num_rows, self.choices, topk), mx.int32)
-        mx.eval(places)  # an indexer's choice for all rows
+        read_slots = mx.zeros((num_rows, self.choices, topk), mx.int32)
+        mx.eval(read_slots)  # an indexer's choice for all rows
         most = max(self.choices, self.num_kv_heads)
         some = 3 * sparse.rows_per_call(kv_cache, queries, most, topk)
         scoring = Scoring(1.0, self._zero_sinks())
-        return sparse.attend(kv_cache, plan, queries[:some], places[:some], scoring, None)
+        return sparse.attend(kv_cache, plan, queries[:some], read_slots[:some], scoring, None)
 
     def gathers(self, backend: KVBackend) -> bool:
         return self.topk is not None or backend.gathers or self._expanded_heads(backend) is not None

@@ -37,13 +37,13 @@ class Stored:
         assert found is not None
         return found
 
-    def rows_at(self, places: mx.array, num_slots: int = 1) -> mx.array:
-        """Returns [n, k / num_slots, width] rows at [n, k] places, `num_slots` places each."""
+    def rows_at(self, read_slots: mx.array, num_slots: int = 1) -> mx.array:
+        """Returns [n, k / num_slots, width] rows at [n, k] slots, `num_slots` slots each."""
         heads = len(self.kv_cache.keys.elements)
-        shape = len(places), heads, places.shape[1]
-        places = mx.broadcast_to(places[:, None], shape)
-        rows, _ = self.kv_cache.rows_at(self.plan, places)
-        rows = rows.swapaxes(1, 2).reshape(len(places), shape[2] // num_slots, -1)
+        shape = len(read_slots), heads, read_slots.shape[1]
+        read_slots = mx.broadcast_to(read_slots[:, None], shape)
+        rows, _ = self.kv_cache.rows_at(self.plan, read_slots)
+        rows = rows.swapaxes(1, 2).reshape(len(read_slots), shape[2] // num_slots, -1)
         return rows[..., : self.width]
 
 
@@ -77,10 +77,10 @@ def choose(
     found: list[mx.array | None] = []
     slots = by.slots_of(entries.width)
     for call in entries.reads.calls:
-        if call.places.shape[1] // slots <= by.topk:
+        if call.read_slots.shape[1] // slots <= by.topk:
             found.append(None)
             continue
-        keys = entries.rows_at(call.places, slots).astype(mx.float32).swapaxes(-1, -2)
+        keys = entries.rows_at(call.read_slots, slots).astype(mx.float32).swapaxes(-1, -2)
         given = [_of_call(call, each) for each in (positions, queries, weights)]
         most = sparse.MAX_SCORES // (len(keys) * keys.shape[-1] * queries.shape[1])
         parts: list[mx.array] = []
@@ -113,8 +113,8 @@ def attend(
     outputs: list[mx.array] = []
     for index, call in enumerate(keys.reads.calls):
         given = [_of_call(call, each) for each in (positions, queries * scoring.scale)]
-        newest = keys.rows_at(call.places).astype(queries.dtype)
-        of_entries = None if entries is None else entries.reads.calls[index].places
+        newest = keys.rows_at(call.read_slots).astype(queries.dtype)
+        of_entries = None if entries is None else entries.reads.calls[index].read_slots
         numbers = None if chosen is None else chosen[index]
         rows = None
         if entries is not None and numbers is None:
@@ -198,13 +198,13 @@ def _masked(scores: mx.array, seen: mx.array) -> mx.array:
     return mx.where(seen[:, :, None], scores, mx.array(-mx.inf, scores.dtype))
 
 
-def _picked(entries: Stored, places: mx.array, numbers: mx.array, by: Compression) -> mx.array:
+def _picked(entries: Stored, read_slots: mx.array, numbers: mx.array, by: Compression) -> mx.array:
     """Reads the [n, q, k] chosen entries, absent ones as zeros; returns [n, q, k, D]."""
     slots = by.slots_of(entries.width)
     units = mx.maximum(numbers, 0)[..., None] * slots + mx.arange(slots, dtype=mx.int32)
-    found = mx.take_along_axis(places, units.reshape(len(places), -1), axis=1)
+    found = mx.take_along_axis(read_slots, units.reshape(len(read_slots), -1), axis=1)
     found = mx.where((numbers != ABSENT)[..., None], found.reshape(units.shape), ABSENT)
-    rows = entries.rows_at(found.reshape(len(places), -1), slots)
+    rows = entries.rows_at(found.reshape(len(read_slots), -1), slots)
     return rows.reshape(*numbers.shape, -1)
 
 

@@ -131,7 +131,7 @@ class RowLayer(AttentionLayer):
             assert stored.reads.groups is not None
             return stored.rows_at(stored.reads.groups)
         return mx.concatenate(
-            [stored.rows_at(call.places).flatten() for call in stored.reads.calls]
+            [stored.rows_at(call.read_slots).flatten() for call in stored.reads.calls]
         )
 
     def _filled(
@@ -193,7 +193,7 @@ class RowLayer(AttentionLayer):
         topk, slots = self.by.topk, self.by.slots_of(self.width)
         return [
             mx.zeros((call.num_pieces, call.num_tokens, topk), mx.int32)
-            if call.places.shape[1] // slots > topk
+            if call.read_slots.shape[1] // slots > topk
             else None
             for call in entries.reads.calls
         ]

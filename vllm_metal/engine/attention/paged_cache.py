@@ -113,8 +113,10 @@ class PagedCache(AttendingCache, Generic[PlanT]):
         assert chosen is not None
         outputs = [] if sparse.others is None else [attend(rows[sparse.others])]
         some = sparse.of_all(rows)
-        places = sparse.places_of(chosen)
-        outputs.append(attend_to_chosen(self._kv_cache, plan, some, places, scoring, sparse.pace))
+        read_slots = sparse.read_slots_of(chosen)
+        outputs.append(
+            attend_to_chosen(self._kv_cache, plan, some, read_slots, scoring, sparse.pace)
+        )
         return sparse.in_order(outputs)[:, :, None]
 
     def _rows_of(self, queries: mx.array) -> mx.array:
@@ -222,8 +224,8 @@ class LatentCache(PagedCache[PlanT], CallingCache):
         if sparse.others is not None:
             outputs.append(self._attend_to_all(rows[sparse.others], key_size, scoring))
         latent = self._embedded(sparse.of_all(rows), key_size)
-        plan, places = self._scope.plan, sparse.places_of(chosen)
-        out = attend_to_chosen(self._kv_cache, plan, latent, places, scoring, sparse.pace)
+        plan, read_slots = self._scope.plan, sparse.read_slots_of(chosen)
+        out = attend_to_chosen(self._kv_cache, plan, latent, read_slots, scoring, sparse.pace)
         outputs.append(self._unembedded(out))
         return sparse.in_order(outputs)[:, :, None]
 

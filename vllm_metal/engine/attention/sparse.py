@@ -198,30 +198,30 @@ def attend(
     kv_cache: LayerKVCache[PlanT],
     plan: PlanT,
     queries: mx.array,
-    places: mx.array,
+    read_slots: mx.array,
     scoring: Scoring,
     pace: Pace | None,
 ) -> mx.array:
-    """Attends with t tokens' queries to the K and V at the chosen places, which are read once.
+    """Attends with t tokens' queries to the K and V in the chosen slots, which are read once.
 
     Args:
         kv_cache: K and V, or MLA latents.
         queries: [t, H, D]; with latents, in their space.
-        places: [t, C, topk] int32 of chosen positions, each for H / C heads.
+        read_slots: [t, C, topk] int32, those of chosen positions, each for H / C heads.
         scoring: scale and sinks.
 
     Returns:
         [t, H, value_size].
     """
     if pace is not None:
-        pace.end(places)  # the layers before
+        pace.end(read_slots)  # the layers before
     num_kv_heads = len(kv_cache.keys.elements)
-    if (repeats := num_kv_heads // places.shape[1]) > 1:
-        places = mx.repeat(places, repeats, axis=1)
-    most = rows_per_call(kv_cache, queries, *places.shape[1:])
+    if (repeats := num_kv_heads // read_slots.shape[1]) > 1:
+        read_slots = mx.repeat(read_slots, repeats, axis=1)
+    most = rows_per_call(kv_cache, queries, *read_slots.shape[1:])
     outputs: list[mx.array] = []
-    for first, num_rows in even_cuts(len(places), most):
-        rows, some = (each[first : first + num_rows] for each in (queries, places))
+    for first, num_rows in even_cuts(len(read_slots), most):
+        rows, some = (each[first : first + num_rows] for each in (queries, read_slots))
         if pace is not None:
             _, num_heads, size = rows.shape
             per_head = num_rows * some.shape[-1]

@@ -38,8 +38,8 @@ class Call:
     num_pieces: int  # n
     num_tokens: int  # Q
     rows: mx.array  # [n * Q] int32, indices of the tokens in the step
-    #: [n, k] int32, places of the newest positions, or of all entries, several each.
-    places: mx.array
+    #: [n, k] int32, slots of the newest positions, or of all entries, several each.
+    read_slots: mx.array
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CompressedRows:
 
     calls: tuple[Call, ...] = ()
     order: mx.array | None = None  # [T] int32, index of each token in the calls' padded tokens
-    groups: mx.array | None = None  # [E, g] int32, places of the rows of groups
+    groups: mx.array | None = None  # [E, g] int32, slots of the rows of groups
     firsts: mx.array | None = None  # [E] int32, first position of each group
 
 
@@ -101,14 +101,16 @@ class _Requests:
         blocks = self._tables[self.array(owners_np)[:, None], columns]
         return blocks * self._block_size + positions % self._block_size
 
-    def places(self, owners_np: np.ndarray, positions: Any, are_there: Any) -> mx.array:
-        """Returns the places of [n, k] positions of n requests; see `sparse_tokens.places_of`."""
-        places = self.slots(owners_np, positions)
+    def read_slots(self, owners_np: np.ndarray, positions: Any, are_there: Any) -> mx.array:
+        """Returns the slots to read for [n, k] positions of n requests; see `read_slots_of`."""
+        read_slots = self.slots(owners_np, positions)
         if self._deferred is not None:
             known, rows = self._deferred
-            nearest = np.minimum(np.searchsorted(known, places), len(known) - 1)
-            places = np.where(known[nearest] == places, ABSENT - 1 - rows[nearest], places)
-        found = self.where(are_there, places, ABSENT)
+            nearest = np.minimum(np.searchsorted(known, read_slots), len(known) - 1)
+            read_slots = np.where(
+                known[nearest] == read_slots, ABSENT - 1 - rows[nearest], read_slots
+            )
+        found = self.where(are_there, read_slots, ABSENT)
         return found if isinstance(found, mx.array) else mx.array(found)
 
 
@@ -138,8 +140,8 @@ def plan_of_groups(
     offsets = requests.array(np.arange(-before, by.size, dtype=np.int32))
     positions = firsts[:, None] + offsets
     ends = requests.ends[requests.array(owners_np)][:, None]
-    places = requests.places(owners_np, positions, (positions >= 0) & (positions < ends))
-    found = CompressedRows(groups=places, firsts=mx.array(firsts))
+    read_slots = requests.read_slots(owners_np, positions, (positions >= 0) & (positions < ends))
+    found = CompressedRows(groups=read_slots, firsts=mx.array(firsts))
     return replace(cast(Any, plan), compressed=found)
 
 
@@ -159,17 +161,17 @@ def plan_of_entries(
         writes = replace(layout, slot_mapping_np=slots)
     plan = backend.plan_of_writes(writes, 1)
 
-    def places(pieces: _Requests, members: np.ndarray, lens_np: np.ndarray) -> mx.array:
+    def read_slots(pieces: _Requests, members: np.ndarray, lens_np: np.ndarray) -> mx.array:
         count = max(stable(max(int(lens_np.max()) // by.size, 1)), _MIN_ENTRIES)
         firsts = pieces.array(np.arange(count, dtype=np.int32) * by.size)
         positions = (firsts[:, None] + offsets).reshape(1, -1)
         last = positions // by.size * by.size + by.size
         ends = pieces.ends[pieces.array(members)][:, None]
-        return pieces.places(members, positions, last <= ends)
+        return pieces.read_slots(members, positions, last <= ends)
 
     cut = _cut(layout)
     pieces = _Requests(cut, backend.defers_writes, writes.slot_mapping_np)
-    return replace(cast(Any, plan), compressed=_calls(cut, partial(places, pieces)))
+    return replace(cast(Any, plan), compressed=_calls(cut, partial(read_slots, pieces)))
 
 
 def plan_of_keys(
@@ -178,18 +180,18 @@ def plan_of_keys(
     """Plans the write of keys, and reads of the newest positions of each token."""
     plan = backend.plan_of_writes(layout, heads)
 
-    def places(pieces: _Requests, members: np.ndarray, lens_np: np.ndarray) -> mx.array:
+    def read_slots(pieces: _Requests, members: np.ndarray, lens_np: np.ndarray) -> mx.array:
         indices = pieces.array(members)
         count = by.window + int(num_tokens_np[members].max()) - 1
         offsets = pieces.array(np.arange(count, dtype=np.int32))
         positions = pieces.starts[indices][:, None] - (by.window - 1) + offsets
         ends = pieces.ends[indices][:, None]
-        return pieces.places(members, positions, (positions >= 0) & (positions < ends))
+        return pieces.read_slots(members, positions, (positions >= 0) & (positions < ends))
 
     cut = _cut(layout)
     num_tokens_np = np.diff(cut.query_start_loc_np)
     pieces = _Requests(cut, backend.defers_writes, layout.slot_mapping_np)
-    return replace(cast(Any, plan), compressed=_calls(cut, partial(places, pieces)))
+    return replace(cast(Any, plan), compressed=_calls(cut, partial(read_slots, pieces)))
 
 
 def _cut(layout: StepLayout) -> StepLayout:
@@ -201,11 +203,13 @@ def _cut(layout: StepLayout) -> StepLayout:
     return layout.cut_at(np.concatenate(cuts).astype(np.int32))
 
 
-def _calls(cut: StepLayout, places: Callable[[np.ndarray, np.ndarray], mx.array]) -> CompressedRows:
+def _calls(
+    cut: StepLayout, read_slots: Callable[[np.ndarray, np.ndarray], mx.array]
+) -> CompressedRows:
     """Groups pieces of requests into calls; the groups are the same for all layers.
 
-    `places` maps indices of pieces and the lengths of their contexts to the [n, k] places that they
-    read, or to [1, k] if all read the same.
+    `read_slots` maps indices of pieces and the lengths of their contexts to the [n, k] slots that
+    they read, or to [1, k] if all read the same.
     """
     starts_np, num_tokens_np = cut.query_start_loc_np, np.diff(cut.query_start_loc_np)
     positions_np = np.zeros(int(starts_np[-1]), np.int32)
@@ -215,7 +219,7 @@ def _calls(cut: StepLayout, places: Callable[[np.ndarray, np.ndarray], mx.array]
         queries = PaddedQueries.padded(starts_np[members], num_tokens_np[members])
         positions_np[queries.rows[queries.real]] = size + np.flatnonzero(queries.real)
         size += queries.rows.size
-        found = places(members, cut.seq_lens_np[members])
+        found = read_slots(members, cut.seq_lens_np[members])
         found = mx.broadcast_to(found, (len(members), found.shape[1]))
         rows = mx.array(queries.rows.ravel().astype(np.int32))
         num_pieces, num_tokens = queries.rows.shape

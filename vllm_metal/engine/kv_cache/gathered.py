@@ -165,19 +165,19 @@ def run(
     return outputs, [merged(fences)]
 
 
-def as_rows(pool: KVArray, places: mx.array) -> tuple[mx.array, mx.array | None, mx.array]:
+def as_rows(pool: KVArray, read_slots: mx.array) -> tuple[mx.array, mx.array | None, mx.array]:
     """Views K or V of all heads as blocks of one token in one head, for `kv_gather`.
 
-    places: [n, C, k] int32, C / Hkv of each head in turn; negative ones are absent.
+    read_slots: [n, C, k] int32, C / Hkv of each head in turn; negative ones are absent.
 
     Returns:
-        [1, Hkv * slots, 1, D] elements, their scales, and [n, C * k] places in them.
+        [1, Hkv * slots, 1, D] elements, their scales, and [n, C * k] slots in them.
     """
     num_heads, num_blocks, block_size, size = pool.elements.shape
     if num_heads > 1:
-        num_choices = places.shape[1]
+        num_choices = read_slots.shape[1]
         heads = mx.arange(num_choices, dtype=mx.int32) * num_heads // num_choices
         first = heads[:, None] * (num_blocks * block_size)
-        places = mx.where(places < 0, places, places + first)
+        read_slots = mx.where(read_slots < 0, read_slots, read_slots + first)
     scales = None if pool.scales is None else pool.scales.reshape(1, -1, 1)
-    return pool.elements.reshape(1, -1, 1, size), scales, places.flatten(1)
+    return pool.elements.reshape(1, -1, 1, size), scales, read_slots.flatten(1)

@@ -261,10 +261,10 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
         keys = self.keys
         return self._gathered(keys.elements, keys.scales, bucket.block_table, bucket.bounds)
 
-    def rows_at(self, plan: KernelPlan, places: mx.array) -> tuple[mx.array, mx.array]:
+    def rows_at(self, plan: KernelPlan, read_slots: mx.array) -> tuple[mx.array, mx.array]:
         pools = (self.keys,) if self.values is None else (self.keys, self.values)
-        found = [self._gathered(*gathered.as_rows(pool, places))[0] for pool in pools]
-        keys, *values = (rows.reshape(*places.shape, -1) for rows in found)
+        found = [self._gathered(*gathered.as_rows(pool, read_slots))[0] for pool in pools]
+        keys, *values = (rows.reshape(*read_slots.shape, -1) for rows in found)
         return keys, values[0] if values else keys[..., : self.value_size]
 
     def _gathered(

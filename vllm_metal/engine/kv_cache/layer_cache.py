@@ -299,9 +299,9 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
         """
 
     @abstractmethod
-    def rows_at(self, plan: PlanT, places: mx.array) -> tuple[mx.array, mx.array]:
-        """Returns keys and values at [n, C, k] int32 places, each [n, C, k, D]; see `places_of`.
+    def rows_at(self, plan: PlanT, read_slots: mx.array) -> tuple[mx.array, mx.array]:
+        """Returns keys and values of [n, C, k] int32 slots, each [n, C, k, D]; see `sparse_tokens`.
 
-        The C parts of places are those of the K/V heads in turn, C / Hkv of each. Called after
-        `write`. Reads no other rows of the pool; absent places are zeros.
+        The C parts of `read_slots` belong to the K/V heads in turn, C / Hkv each. Called after
+        `write`. Reads no other rows of the pool; ABSENT gives zeros.
         """

@@ -193,24 +193,24 @@ class ScatterKVCache(LayerKVCache[ScatterPlan]):
         rows = self._newest_keys(plan)
         return reference.context(bucket, rows, self.keys.elements, self.keys.scales, rows.dtype)
 
-    def rows_at(self, plan: ScatterPlan, places: mx.array) -> tuple[mx.array, mx.array]:
-        keys = self._rows_at(self.keys, self._newest_keys(plan), places)
+    def rows_at(self, plan: ScatterPlan, read_slots: mx.array) -> tuple[mx.array, mx.array]:
+        keys = self._rows_at(self.keys, self._newest_keys(plan), read_slots)
         if self.values is None:
             return keys, keys[..., : self.value_size]
-        return keys, self._rows_at(self.values, self._newest_values(plan), places)
+        return keys, self._rows_at(self.values, self._newest_values(plan), read_slots)
 
-    def _rows_at(self, pool: KVArray, newest: mx.array, places: mx.array) -> mx.array:
+    def _rows_at(self, pool: KVArray, newest: mx.array, read_slots: mx.array) -> mx.array:
         """Picks rows of the pool, or of this step's [E + T, Hkv, D]; see `rows_at`."""
-        num_heads, num_choices = len(pool.elements), places.shape[1]
+        num_heads, num_choices = len(pool.elements), read_slots.shape[1]
         heads = mx.arange(num_choices)[:, None] * num_heads // num_choices
-        slots, size = mx.maximum(places, 0), pool.elements.shape[-1]
+        slots, size = mx.maximum(read_slots, 0), pool.elements.shape[-1]
         found = pool.elements.reshape(num_heads, -1, size)[heads, slots]
         if pool.scales is not None:
             found = decode(found, pool.scales.reshape(num_heads, -1)[heads, slots])
             found = found.astype(newest.dtype)
-        written = newest[mx.maximum(ABSENT - 1 - places, 0), heads]
-        found = mx.where((places >= 0)[..., None], found, written)
-        return mx.where((places == ABSENT)[..., None], mx.zeros((), found.dtype), found)
+        written = newest[mx.maximum(ABSENT - 1 - read_slots, 0), heads]
+        found = mx.where((read_slots >= 0)[..., None], found, written)
+        return mx.where((read_slots == ABSENT)[..., None], mx.zeros((), found.dtype), found)
 
     def _newest_keys(self, plan: ScatterPlan) -> mx.array:
         """Returns this step's keys after quantization, if any, [E + T, Hkv, D]."""

@@ -22,7 +22,7 @@ from metal_kernels.paged_attention.buckets import Bucket, BucketPlan
 from vllm_metal.engine.kv_cache.layer_state import PlanT, StepLayout, joined
 from vllm_metal.engine.kv_cache.separate_prompts import without
 
-#: Among positions and places: nothing there. Lower places are rows that this step writes.
+#: Position or slot of nothing. A lower slot is a row that this step writes; see `read_slots_of`.
 ABSENT = -1
 
 
@@ -47,8 +47,8 @@ class SparseTokens:
         found = joined(parts)
         return found if self.order is None else found[self.order]
 
-    def places_of(self, chosen: mx.array) -> mx.array:
-        """Maps chosen positions to places in the pool of the layers that this plan is of.
+    def read_slots_of(self, chosen: mx.array) -> mx.array:
+        """Maps chosen positions to slots in the pool of the layers that this plan is of.
 
         Layers that attend may have other block tables than the one that chose.
 
@@ -56,24 +56,24 @@ class SparseTokens:
             chosen: [t, C, topk] int32, or ABSENT.
 
         Returns:
-            [t, C, topk] int32 places, see `places_of`; ABSENT as in `chosen`.
+            [t, C, topk] int32 slots, see `read_slots_of`; ABSENT as in `chosen`.
         """
         found = []
-        for bucket, places in zip(self.contexts.buckets, self._places, strict=True):
+        for bucket, read_slots in zip(self.contexts.buckets, self._read_slots, strict=True):
             rows = chosen if bucket.rows is None else chosen[bucket.rows]
             flat = mx.maximum(rows, 0).reshape(bucket.num_requests, -1)
-            placed = mx.take_along_axis(places, flat, axis=1).reshape(rows.shape)
-            found.append(mx.where(rows == ABSENT, ABSENT, placed))
+            slots = mx.take_along_axis(read_slots, flat, axis=1).reshape(rows.shape)
+            found.append(mx.where(rows == ABSENT, ABSENT, slots))
         of_chosen, order = joined(found), self.contexts.order
         return of_chosen if order is None else of_chosen[order]
 
     @cached_property
-    def _places(self) -> tuple[mx.array, ...]:
-        """For each bucket of `contexts` [n, S] int32, the place of each position.
+    def _read_slots(self) -> tuple[mx.array, ...]:
+        """For each bucket of `contexts` [n, S] int32, the slot of each position.
 
         Cached, so that all layers share them.
         """
-        return tuple(places_of(bucket, self.block_size) for bucket in self.contexts.buckets)
+        return tuple(read_slots_of(bucket, self.block_size) for bucket in self.contexts.buckets)
 
 
 class SparsePlan(Protocol):
@@ -84,22 +84,22 @@ class SparsePlan(Protocol):
         """The tokens left out; None: there are none."""
 
 
-def places_of(bucket: Bucket, block_size: int) -> mx.array:
-    """Returns [n, S] int32: the pool slot of each position of the bucket's contexts.
+def read_slots_of(bucket: Bucket, block_size: int) -> mx.array:
+    """Returns [n, S] int32: the slot to read for each position of the bucket's contexts.
 
     A position whose K/V this step writes, but the pool does not hold yet, has -2 - i for row i of
     the rows that are written.
     """
     first = bucket.block_table[:, :, None] * block_size
-    places = (first + mx.arange(block_size, dtype=mx.int32)).reshape(bucket.num_requests, -1)
+    read_slots = (first + mx.arange(block_size, dtype=mx.int32)).reshape(bucket.num_requests, -1)
     if not bucket.fresh.size:
-        return places
+        return read_slots
     rows = bucket.sources
     if rows is None:
         rows = mx.arange(bucket.fresh.size, dtype=mx.int32)
-    flat = places.flatten()
+    flat = read_slots.flatten()
     flat[bucket.fresh] = ABSENT - 1 - rows
-    return flat.reshape(places.shape)
+    return flat.reshape(read_slots.shape)
 
 
 def planned(
