@@ -183,7 +183,7 @@ def test_several_mtp_layers_are_an_engines(tmp_path):
     beside = MTPDrafter.find(str(target)).add_to(read(target, FLOAT))
     counted = {name: 4 * np.prod(shape) for name, shape in shapes.items()}
     assert beside.draft_weights == sum(counted.values())
-    specs = [kv_cache_specs(each, 16, mx.float32) for each in (beside.guests, network.layers)]
+    specs = [kv_cache_specs(each, 16, mx.float32) for each in (beside.draft_layers, network.layers)]
     assert len(network.layers) == 4 and specs[0] == specs[1]
 
 

@@ -161,9 +161,9 @@ def test_windows_free_blocks_beside_few_heads_and_states(config):
     assert 0.9 * MEMORY < used <= MEMORY
 
 
-def guests(found):
+def auxiliary(found):
     """The layers, as a block drafter has them."""
-    return [replace(layer, guest=True) for layer in found]
+    return [replace(layer, is_auxiliary=True) for layer in found]
 
 
 #: Bytes a token of the target's layers and of the drafter's own, from published shapes: the
@@ -206,7 +206,7 @@ def test_a_drafter_adds_its_own_layers_bytes(config, name):
     (heads, size, count, window), num_states, (own_heads, own_size, own_count, own) = DRAFTERS[name]
     target = layers("", count, heads, size, window, full_every=6 if window else 1)
     target += [RunLayer(f"layers.{count + n}", STATE) for n in range(num_states)]
-    drafter = guests(layers("draft.", own_count, own_heads, own_size, own, full_every=9))
+    drafter = auxiliary(layers("draft.", own_count, own_heads, own_size, own, full_every=9))
     both, alone = per_token(config, [*target, *drafter]), per_token(config, target)
     own_bytes = own_count * own_heads * own_size * 2 * mx.bfloat16.size
     assert both / (alone + own_bytes) == pytest.approx(1, abs=0.05)
@@ -219,7 +219,7 @@ def test_guests_lie_in_blocks_of_layers_that_keep_everything(config, name):
     if name == "states":
         form = StateFormat(((3, 40),), (mx.float32,))
         found += [RunLayer(f"layers.{4 + n}", form) for n in range(8)]
-    drafter = guests(layers("draft.", 3, 3, 96, 48, 2))
+    drafter = auxiliary(layers("draft.", 3, 3, 96, 48, 2))
     dtype = mx.bfloat16
     block_size = block_size_for([*found, *drafter], BLOCK, dtype)
     specs = kv_cache_specs([*found, *drafter], block_size, dtype)
@@ -247,5 +247,5 @@ def test_guests_need_a_layer_that_keeps_everything(config):
         NotImplementedError, match="none of its layers attends to the whole context"
     ):
         kv_cache_specs(
-            [*layers("", 4, 2, 64, 32, 9), *guests(layers("draft.", 1, 2, 64))], 16, mx.float16
+            [*layers("", 4, 2, 64, 32, 9), *auxiliary(layers("draft.", 1, 2, 64))], 16, mx.float16
         )

@@ -109,7 +109,7 @@ class Drafter:
         return replace(
             model,
             draft_weights=self.weights,
-            guests=layers,
+            draft_layers=layers,
             context_layers=[ContextLayer.of(layer) for layer in layers],
         )
 
@@ -168,7 +168,7 @@ class MTPDrafter:
                 for name, array in placed.arrays.items()
                 if not index or family.numbers_on or not name.startswith(ENDS)
             )
-        return replace(model, draft_weights=weights, guests=layers)
+        return replace(model, draft_weights=weights, draft_layers=layers)
 
 
 def _assistant(

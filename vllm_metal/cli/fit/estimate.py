@@ -63,7 +63,7 @@ class Model:
     stage: Stage | None = None  # None: the rank has all layers
     images: Images | None = None
     draft_weights: int = 0  # weights of a drafter, in addition
-    guests: Sequence[StatefulLayer] = ()  # a drafter's
+    draft_layers: Sequence[StatefulLayer] = ()
     context_layers: Sequence[StatefulLayer] = ()  # context writers of a drafter
 
     @staticmethod
@@ -123,7 +123,7 @@ class Model:
     @property
     def layers_of_all_ranks(self) -> list[StatefulLayer]:
         """Layers of all ranks, which together determine blocks and their groups."""
-        return [*self.layers, *self.guests, *self.other_ranks_layers]
+        return [*self.layers, *self.draft_layers, *self.other_ranks_layers]
 
     @property
     def forward_layers(self) -> list[StatefulLayer]:
@@ -133,7 +133,7 @@ class Model:
     @property
     def all_layers(self) -> list[StatefulLayer]:
         """Layers of this rank and of its drafter, if any."""
-        return [*self.layers, *self.guests]
+        return [*self.layers, *self.draft_layers]
 
     @property
     def samples(self) -> bool:
@@ -234,7 +234,7 @@ def estimate(
             if not layer.state_bytes
         )
         // block_size
-        for layers in (model.all_layers, model.guests)
+        for layers in (model.all_layers, model.draft_layers)
     )
     return Estimate(
         rows,

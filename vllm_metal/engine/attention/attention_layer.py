@@ -79,7 +79,7 @@ class AttentionLayer(StatefulLayer):
     heads: LatentHeads | None = None  # MLA heads
     rotation: LayerRotation | None = None  # RoPE that the write can apply for the layer
     bidirectional: bool = False  # whether tokens see later ones of their request in the same step
-    guest: bool = False  # see StatefulLayer
+    is_auxiliary: bool = False  # see StatefulLayer
     extent: int | None = None  # distances with a relative bias; None: no bias
     #: Most positions that a token attends to, chosen by an indexer (index_layer.py); None: all.
     topk: int | None = None

@@ -62,11 +62,11 @@ class IndexLayer(AttentionLayer):
         query_size = query_size or row_size
         if isinstance(choice, GroupChoice):  # a layer keeps no weights
             choice = replace(choice, pooled=_Pooling(query_size))
-        # A guest, so that beside states its pages are no larger than its rows.
+        # Auxiliary, so that beside states its pages are no larger than its rows.
         return IndexLayer(
             *(name, num_heads, 1, row_size, None),
             latent=True,
-            guest=True,
+            is_auxiliary=True,
             topk=num_positions(choice),
             choice=choice,
             query_size=query_size,

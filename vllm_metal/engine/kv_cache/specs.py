@@ -40,7 +40,7 @@ def block_size_for(
         dtype: dtype of the pool's elements.
         asked: whether the user set it; otherwise it is larger if all layers are recurrent.
     """
-    layers = [layer for layer in layers if not layer.guest]
+    layers = [layer for layer in layers if not layer.is_auxiliary]
     states = [layer.state_bytes for layer in layers if layer.state_bytes]
     if not states:
         return block_size
@@ -85,9 +85,9 @@ def kv_cache_specs(
     one group that keeps the whole context, and windows save no memory. Recurrent layers form groups
     of their own, in the same memory.
 
-    Guest layers (of block drafters) store K/V in the blocks of a group that keeps the whole
-    context. If that is the only group, they join it. Otherwise vLLM does not see them: the pages of
-    all groups are padded by the size of the guests' K/V, and other groups leave the padding unused.
+    Auxiliary layers (of block drafters and indexers) use the block ids of a group that keeps the
+    whole context. If that is the only group, they join it. Otherwise vLLM does not see them: the
+    pages of all groups are padded by the size of their rows, and other groups waste the padding.
 
     Args:
         layers: the layers of all networks over the pool.
@@ -95,12 +95,13 @@ def kv_cache_specs(
         dtype: dtype of the pool's elements.
 
     Raises:
-        NotImplementedError: there are guests, but no layer keeps the whole context.
+        NotImplementedError: there are auxiliary layers, but no layer keeps the whole context.
     """
-    guests = [layer for layer in layers if layer.guest]
-    if guests:
-        hosts = [layer for layer in layers if not layer.guest]
-        return _with_guests(kv_cache_specs(hosts, block_size, dtype), guests, block_size, dtype)
+    auxiliary = [layer for layer in layers if layer.is_auxiliary]
+    if auxiliary:
+        others = [layer for layer in layers if not layer.is_auxiliary]
+        specs = kv_cache_specs(others, block_size, dtype)
+        return _with_auxiliary(specs, auxiliary, block_size, dtype)
     layers = _packed(layers)
     attending = [layer for layer in layers if not layer.state_bytes]
     storage_keys = {layer.storage_key for layer in attending}
@@ -142,19 +143,19 @@ def _pack_key(layer: StatefulLayer) -> Hashable:
     return network, layer.storage_key, layer.context
 
 
-def _with_guests(
+def _with_auxiliary(
     specs: dict[str, KVCacheSpec],
-    guests: Sequence[StatefulLayer],
+    auxiliary: Sequence[StatefulLayer],
     block_size: int,
     dtype: mx.Dtype,
 ) -> dict[str, KVCacheSpec]:
-    """Adds the guests' specs to one group, or pads the pages of several; see `kv_cache_specs`."""
+    """Adds auxiliary layers to one group, or pads pages of several; see `kv_cache_specs`."""
     if not any(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
         raise NotImplementedError(
             "a draft network is not supported with this model: none of its layers attends to the "
             "whole context. Choose method ngram or suffix"
         )
-    own = {guest.name: guest.spec(block_size, dtype, True) for guest in guests}
+    own = {layer.name: layer.spec(block_size, dtype, True) for layer in auxiliary}
     if all(isinstance(spec, FullAttentionSpec) for spec in specs.values()):
         return specs | own
     # vLLM's group size is the smallest number of layers of a kind, or the largest if that is less
@@ -176,10 +177,10 @@ def groups_of(config: KVCacheConfig, layers: Sequence[StatefulLayer]) -> dict[st
     groups = config.kv_cache_groups
     found = {name: g for g, group in enumerate(groups) for name in group.layer_names}
     found |= {name: found[first] for name, (first, _) in _indices_in_packs(found, layers).items()}
-    guests = [layer.name for layer in layers if layer.name not in found]
-    if guests:
-        host = next(g for g, group in enumerate(groups) if _keeps_all(group.kv_cache_spec))
-        found |= dict.fromkeys(guests, host)
+    unlisted = [layer.name for layer in layers if layer.name not in found]
+    if unlisted:
+        whole = next(g for g, group in enumerate(groups) if _keeps_all(group.kv_cache_spec))
+        found |= dict.fromkeys(unlisted, whole)
     return found
 
 
@@ -193,7 +194,7 @@ def _indices_in_packs(
     newest: dict[Hashable, tuple[str, int]] = {}  # pack of each key, and the layers it has so far
     found: dict[str, tuple[str, int]] = {}
     for layer in layers:
-        if layer.guest:
+        if layer.is_auxiliary:
             continue
         if layer.name in known:
             newest[_pack_key(layer)] = layer.name, 1
@@ -229,7 +230,7 @@ def host_of_states(
     layers: Sequence[StatefulLayer], block_size: int, dtype: mx.Dtype
 ) -> StatefulLayer | None:
     """Returns the attention layer with the most room for a state; None without attention layers."""
-    attending = (layer for layer in layers if not (layer.state_bytes or layer.guest))
+    attending = (layer for layer in layers if not (layer.state_bytes or layer.is_auxiliary))
     return max(attending, key=lambda layer: layer.room(block_size, dtype), default=None)
 
 
@@ -290,8 +291,8 @@ def allocate_kv_caches(
         name: own[name].share(placed[first].storage, part)
         for name, (first, part) in in_packs.items()
     }
-    guests = (layer for layer in layers if layer.name not in placed)
-    return placed | {layer.name: layer.allocate(*pool) for layer in guests}
+    unlisted = (layer for layer in layers if layer.name not in placed)
+    return placed | {layer.name: layer.allocate(*pool) for layer in unlisted}
 
 
 def _packs_of(

@@ -28,8 +28,8 @@ class StatefulLayer(ABC):
     name: str
 
     @property
-    def guest(self) -> bool:
-        """Whether the layer uses other layers' block ids, with memory of its own; see `specs`."""
+    def is_auxiliary(self) -> bool:
+        """Whether the layer uses block ids of other layers, with memory of its own; see `specs`."""
         return False
 
     @property

@@ -193,7 +193,7 @@ def draft_layers(config: BlockConfig, dtype: mx.Dtype) -> list[AttentionLayer]:
             sinks=dtype if config.sinks else None,
             rotation=rotation,
             bidirectional=not causal,
-            guest=True,
+            is_auxiliary=True,
         )
         for index, (window, causal) in enumerate(kinds)
     ]

@@ -169,7 +169,9 @@ class ServedModel:
         # vLLM would not load the last block of a transferred prompt for layers that it knows as a
         # draft network's; here their K/V arrive complete (`spec_decode.draft_writer`).
         known = self._config.kv_transfer_config is None
-        kept = [layer for layer in draft.layers if not layer.guest] if draft and known else ()
+        kept = (
+            [layer for layer in draft.layers if not layer.is_auxiliary] if draft and known else ()
+        )
         of_draft = {layer.name for layer in kept}
         return {
             layer.name: replace(specs[layer.name], is_draft=layer.name in of_draft)
