@@ -29,7 +29,7 @@ def test_a_start_names_a_wheel_without_the_matrix_units(m5, monkeypatch):
     install(monkeypatch, "py3-none-macosx_15_0_arm64")
     said = macos.slow_prompts_here()
     assert said is not None
-    assert "MLX's wheel is one for macOS 15" in said and "2 to 3 times slower" in said
+    assert "MLX's wheel for macOS 15" in said and "2 to 3 times slower" in said
 
 
 def test_a_start_says_nothing_of_the_wheel_for_26(m5, monkeypatch):

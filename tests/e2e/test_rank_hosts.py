@@ -83,7 +83,8 @@ def _refused(pair, models, shape, folder, environments=({}, {})):
             assert process.wait(600) != 0
     logs = [(folder / f"log{node}").read_text() for node in range(2)]
     found = [
-        re.search("RanksDiffer: ranks 0 and 1 of the engine differ: (.*)", log) for log in logs
+        re.search(r"RanksDiffer: ranks 0 and 1 of the engine differ: (.*?)\. Give", log)
+        for log in logs
     ]
     assert all(found), [log[-2000:] for log in logs]
     return [each[1] for each in found]

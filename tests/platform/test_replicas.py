@@ -140,7 +140,7 @@ def test_peers_of_one_rank_a_machine_may_be_asked(configure):
 def test_ranks_that_share_a_collective_are_named(configure, monkeypatch):
     """vLLM's offline ranks: one process each, with some of the prompts, in step."""
     monkeypatch.setenv("VLLM_DP_SIZE", "2")
-    with pytest.raises(ValueError, match=r"VLLM_DP_SIZE \(.*part of the prompts"):
+    with pytest.raises(ValueError, match=r"VLLM_DP_SIZE \(.*split the prompts"):
         configure(experts=True)
 
 

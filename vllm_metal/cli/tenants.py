@@ -69,8 +69,8 @@ def _remove_tenant_data(ended: Sequence[Key], keys: Path, prefix_cache: Path | N
     tenants = None if settings is None else settings.tenants
     if settings is None or tenants is None or tenants.keys.resolve() != keys.resolve():
         print(
-            f"Cached data of the removed tenant was not deleted: {config.SETTING} is not "
-            f"the settings file that uses {keys}"
+            f"Cached data of the removed tenant was not deleted: set {config.SETTING} to the "
+            f"settings file that uses {keys}"
         )
         return 0
     status = 0

@@ -20,8 +20,8 @@ WHEEL_BUILT_FOR = (26, 2)
 #: First chip generation whose GPU has matrix units; only that wheel has kernels for them.
 MATRIX_UNITS = 5
 SLOW_PROMPTS = (
-    "M5 or newer, macOS 26.2 or newer, but MLX's wheel is one for macOS {built}: prompts are 2 to "
-    "3 times slower"
+    "MLX's wheel for macOS {built} has no kernels for the matrix units of an M5 or newer: prompts "
+    "are 2 to 3 times slower than with the wheel for macOS 26"
 )
 #: macOS reports 16 instead of 26 to programs linked against an older SDK, as a Python may be
 #: (python/cpython#135675). Its own command, with this variable, reports the real number.

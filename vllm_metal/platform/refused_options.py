@@ -34,7 +34,7 @@ class RefusedOption:
 
 _ONE_DEVICE = "there is one device"
 _MLX_LM = "mlx-lm's modules are used instead"
-_NO_CLASSES = "vLLM's own model classes alone do that"
+_NO_CLASSES = "only vLLM's own model classes do that"
 _UNIFIED = "memory is unified: there is no other side to offload weights to"
 
 REFUSED_OPTIONS = (
@@ -84,7 +84,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--hf-token",
         "model_config.hf_token",
-        "the weights are fetched with the token of the environment: export HF_TOKEN",
+        "weights are downloaded with the token in HF_TOKEN: export it",
         (True,),
     ),
     RefusedOption("--model-impl", "model_config.model_impl", _MLX_LM),

@@ -24,7 +24,7 @@ def replica_refusals(config: VllmConfig) -> dict[str, bool]:
         "--data-parallel-external-lb, --data-parallel-rank, or --data-parallel-hybrid-lb with "
         "--data-parallel-size-local 1 (a rank needs none of the others: start independent servers, "
         "without --data-parallel-*, behind a router)": parallel.data_parallel_external_lb,
-        "VLLM_DP_SIZE (give processes of your own a part of the prompts each, without it)": (
+        "VLLM_DP_SIZE (unset it, and split the prompts among your own processes)": (
             parallel.data_parallel_rank_local is not None
         ),
         f"--data-parallel-backend {parallel.data_parallel_backend} (start the ranks of other "
@@ -34,7 +34,7 @@ def replica_refusals(config: VllmConfig) -> dict[str, bool]:
             local > 1 and extra.get("listen") is not None
         ),
         "--enable-mfu-metrics with --data-parallel-size, of a model with experts (vLLM does not "
-        "see the experts, so that ranks run independently, and would count wrongly)": (
+        "know of the experts and would count wrongly: leave it out)": (
             config.observability_config.enable_mfu_metrics and model is not None and model.is_moe
         ),
     }

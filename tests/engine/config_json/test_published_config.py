@@ -154,7 +154,7 @@ PLANTED = [
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
             }
         },
-        "a different rope_theta for sliding_attention layers",
+        "another rope_theta for sliding_attention layers",
     ),
 ]
 
@@ -170,11 +170,11 @@ def test_what_the_module_would_drop_is_refused(keys, message, llama, tmp_path):
     ("name", "keys", "message"),
     [
         ("cohere2", {"layer_types": ["full_attention", "chunked_attention"] * 2}, "chunked"),
-        ("qwen3_next", {"layer_types": ["full_attention"] * 4}, "no layer of linear_attention"),
-        ("llama4_text", {"attention_chunk_size": 64}, "attention_chunk_size is 64"),
+        ("qwen3_next", {"layer_types": ["full_attention"] * 4}, "without linear_attention"),
+        ("llama4_text", {"attention_chunk_size": 64}, "attention_chunk_size=64"),
         ("phi3", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
         pytest.param(
-            *("stablelm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear'"),
+            *("stablelm", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "type='linear'"),
             marks=pytest.mark.slow,
         ),
     ],

@@ -99,7 +99,7 @@ def row(module: str) -> Row:
     try:
         layers = attention_layers(model, module)
     except NotImplementedError as refused:
-        reason = str(refused).partition(repr(module))[2].strip()
+        reason = str(refused.__cause__)
         return Row(module, (*("",) * 5, *judge), reason)
     states = any(layer.state_bytes for layer in layers)
     has_kv = any(isinstance(layer, AttentionLayer) for layer in layers)

@@ -84,7 +84,7 @@ def test_a_parser_that_is_worse_than_none_is_not_chosen_and_named(family, templa
 
 def test_what_a_chosen_parser_does_wrong_is_said():
     said = choose(files("{{ tools }}<start_function_call>")).of_tools
-    assert "functiongemma" in said and "it garbles a stream's calls" in said
+    assert "functiongemma" in said and "it garbles streamed calls" in said
 
 
 def test_other_tags_around_calls_are_no_hermes():

@@ -107,7 +107,9 @@ class Upstream:
             first = reply.json()["data"][0]
             return Model(first["id"], first.get("max_model_len"))
         except (ValueError, LookupError, TypeError) as error:
-            raise UpstreamError(f"{self.url}/v1/models lists no model.") from error
+            raise UpstreamError(
+                f"{self.url} serves no model: name another server by --url."
+            ) from error
 
     async def metrics(self) -> str:
         """Returns the text of /metrics; raises UpstreamError if the server does not show it."""

@@ -175,7 +175,7 @@ def check_driver(system: System) -> Finding | None:
         f"Macs with macOS before {steady} have panicked under MLX, whatever the program and "
         'however little memory it took ("completeMemory() prepare count underflow")'
     )
-    advice = f"Update macOS to {steady} or newer; of those no such panic is known."
+    advice = f"Update macOS to {steady} or newer: no such panic is known there."
     return Finding("GPU driver", "warning", seen, advice)
 
 

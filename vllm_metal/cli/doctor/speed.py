@@ -21,8 +21,8 @@ LEAST_RATIO_LARGE, LARGE = 0.85, 2.8e9
 #: noticeable before each answer.
 MOST_IDLE_RATIO, MOST_IDLE_SECONDS = 3.0, 0.1
 _SMALLER = (
-    "macOS takes back memory that the GPU has not used for a while. A smaller KV cache is back "
-    "sooner: --kv-cache-memory-bytes (docs/memory.md, Wiring, has another way and its risks)."
+    "macOS takes back memory that the GPU has not used for a while. A smaller KV cache returns "
+    "sooner: set --kv-cache-memory-bytes, or see Wiring in docs/memory.md."
 )
 
 
@@ -50,11 +50,11 @@ def check_speed(timed: ChildResult, alone: ChildResult, device: Device | None = 
         f"{timed.reported['active_bytes'] / GIB:.2f} GiB with the weights"
     )
     if device == "cpu":
-        seen += "; on a CPU, so that it says nothing of a Mac's GPU"
+        seen += "; on a CPU, which says nothing about a Mac's GPU"
     elif min(ratios.values()) < LEAST_RATIO or ratios["decode"] < _least(alone):
         advice = (
-            "A model of some hundred million parameters may be so slow, a larger one should not: "
-            f"close other programs, and try yours with --model NAME. {REPORT_IT}"
+            "This is normal only for models of a few hundred million parameters: close other "
+            f"programs, and try your model with --model NAME. {REPORT_IT}"
         )
         if alone.reported.get("parameters", 0) >= LARGE:
             advice = f"Close other programs, and try again. {REPORT_IT}"
@@ -75,8 +75,8 @@ def check_idle(timed: ChildResult) -> Finding:
     reported = timed.reported
     usual, after = reported["step_seconds"], reported["step_after_idle_seconds"]
     seen = (
-        f"{1000 * after:.1f} ms after {reported['idle_seconds']:g} s, {1000 * usual:.1f} at once: "
-        f"{after / usual:.1f} times as long"
+        f"{1000 * after:.1f} ms after {reported['idle_seconds']:g} s, {after / usual:.1f} times as "
+        f"long as without a pause ({1000 * usual:.1f} ms)"
     )
     if after > MOST_IDLE_RATIO * usual and after - usual > MOST_IDLE_SECONDS:
         return Finding(name, "warning", seen, f"{_SMALLER} {REPORT_IT}")

@@ -107,8 +107,8 @@ def tune(found: Report, commands: Commands, kernels_work: Callable[[], bool]) ->
         _search_processes(commands.process, tuning, found.progress)
     except Unsteady as error:
         advice = (
-            "Plug it in, let it cool down, end other programs, and try again. What was chosen "
-            "before stays."
+            "Plug it in, let it cool down, end other programs, and try again. Earlier settings "
+            "stay in use."
         )
         found.add(Finding(_NAME, "failed", f"stopped: {error}", advice))
         return
@@ -148,7 +148,7 @@ def table(tuning: Tuning) -> Iterator[str]:
             f"{share['name']:24}{share['ours'] * 1e6:>9.0f}{rate / 1e9:>13.1f}{rate / copy:>11.0%}"
             f"{mlx_cells[0]:>10}{mlx_cells[1]:>8}"
         )
-    yield "of MLX: the speed beside MLX's own attention over K and V side by side, without a pool"
+    yield "of MLX: the speed relative to MLX's own attention over contiguous K and V"
     yield "\nchosen:"
     for chosen in tuning.chosen:
         values = ", ".join(f"{name} {_format(value)}" for name, value in chosen["values"].items())

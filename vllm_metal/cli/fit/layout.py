@@ -37,7 +37,9 @@ class Layout:
         options = [name for name, size in ((_LAYERS, stages), (_HEADS, heads)) if size > 1]
         if count % machines:
             beside = " and ".join(options) or f"neither {_LAYERS} nor {_HEADS}"
-            raise ValueError(f"--nnodes={machines} with {beside}: it must divide {count} ranks")
+            raise ValueError(
+                f"--nnodes={machines} with {beside}: choose a number that divides {count} ranks"
+            )
         if options:
             refused = {
                 "--data-parallel-size-local": (args.data_parallel_size_local or 1) > 1,
@@ -45,7 +47,9 @@ class Layout:
                 "--max-loras": args.max_loras is not None,
             }
             for option in (option for option, asked in refused.items() if asked):
-                raise ValueError(f"{option} is not supported with {' and '.join(options)}")
+                raise ValueError(
+                    f"{option} is not supported with {' and '.join(options)}: leave one out"
+                )
         return Layout(stages, heads, machines)
 
     @property
@@ -70,7 +74,7 @@ class Layout:
         if self.stages == 1:
             return
         if (reason := staged_families.refusal(model_type)) is not None:
-            raise ValueError(f"{_LAYERS} of {reason}")
+            raise ValueError(f"{_LAYERS} is not supported with {reason}")
         if num_drafts and staged_families.keeps_states(model_type):
             raise ValueError(
                 f"--num-speculative-tokens is not supported with {_LAYERS} for models with "

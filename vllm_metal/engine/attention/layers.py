@@ -272,7 +272,9 @@ def attention_layers(model: nn.Module, model_type: str) -> list[StatefulLayer]:
     try:
         return _layers(model)
     except NotImplementedError as error:
-        raise NotImplementedError(f"model_type {model_type!r} {error}") from error
+        raise NotImplementedError(
+            f"model_type {model_type!r} {error}. Choose a model of a family in docs/models.md"
+        ) from error
 
 
 def _layers(model: nn.Module) -> list[StatefulLayer]:

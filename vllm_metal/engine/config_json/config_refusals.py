@@ -118,7 +118,7 @@ def _check_activation(config: Config, module: str) -> None:
         if (named := config.get(key)) is not None and named not in computed:
             raise ModelLoadError(
                 f"config.json sets {key}={named!r}, but mlx-lm's module {module!r} supports "
-                f"only {' or '.join(sorted(computed))}"
+                f"only {' or '.join(sorted(computed))}. Choose another checkpoint"
             )
 
 
@@ -129,8 +129,8 @@ def _check_blocks(config: Config) -> None:
             for key in ("window_length", "num_sink_tokens", "sparsify"):
                 if (block.get(part) or {}).get(key) is not None:
                     raise ModelLoadError(
-                        f"block_configs of config.json have {key} in block {index}, which mlx-lm's "
-                        "module does not support"
+                        f"config.json sets {key} in block {index} of block_configs, which mlx-lm's "
+                        "module does not support. Choose another checkpoint"
                     )
 
 
@@ -151,20 +151,20 @@ def _check_rope(config: Config, module: str, read: set[str]) -> None:
     if rope_type == "default" and module in _SCALED:
         raise ModelLoadError(
             f"config.json sets rope_type='default', but mlx-lm's module {module!r} "
-            "supports only scaled RoPE"
+            "supports only scaled RoPE. Choose another checkpoint"
         )
     served = rope_type in _TYPES.get(module, (rope_type,)) and "rope_scaling" in read
     if rope_type != "default" and not served and module not in UNSCALED:
         raise ModelLoadError(
             f"config.json sets rope_type={rope_type!r}, which mlx-lm's module {module!r} "
-            "does not support"
+            "does not support. Choose another checkpoint"
         )
     share = stated_share(config)
     reads_share = module in PARTIAL or read & {"partial_rotary_factor", "rotary_pct", "rotary_dim"}
     if not reads_share and share not in (None, _ROTATED.get(module, 1.0)):
         raise ModelLoadError(
             f"config.json sets partial_rotary_factor={share}, which mlx-lm's module "
-            f"{module!r} does not support"
+            f"{module!r} does not support. Choose another checkpoint"
         )
     if by_layer_type(parameters):
         _check_types(parameters, module, read)
@@ -191,6 +191,7 @@ def _check_types(parameters: Config, module: str, read: set[str]) -> None:
         uncomputed = [key for key in computed if computed[key] != stated[key]]
         if uncomputed:
             raise ModelLoadError(
-                f"rope_parameters of config.json set a different {', '.join(uncomputed)} for "
-                f"{layer_type} layers, which mlx-lm's module {module!r} does not support"
+                f"config.json sets another {', '.join(uncomputed)} for {layer_type} layers in "
+                f"rope_parameters, which mlx-lm's module {module!r} does not support. Choose "
+                "another checkpoint"
             )

@@ -51,7 +51,7 @@ def window_letters(config: Config) -> Any:
         raise ModelLoadError(
             f"config.json gives {'all' if 'L' in letters else 'no'} layers a window (layer_types "
             f"or sliding_window_pattern, with sliding_window={window!r}), but mlx-lm's module "
-            "needs layers with a window and layers without one"
+            "needs layers of both kinds. Choose another checkpoint"
         )
     return letters
 
@@ -64,8 +64,8 @@ def lfm2_attention_layers(config: Config) -> list[int]:
     )
     if len(layers) in (0, count):
         raise ModelLoadError(
-            "layer_types of config.json, or its default, gives all layers the same type, but "
-            "mlx-lm's module needs both attention layers and convolution layers"
+            "config.json gives all layers one type (layer_types, or its default), but mlx-lm's "
+            "module needs both attention and convolution layers. Choose another checkpoint"
         )
     return layers
 
@@ -91,8 +91,8 @@ def num_dense_layers(config: Config) -> int | None:
     count = sparse.index(True) if True in sparse else len(sparse)
     if not all(sparse[count:]):
         raise ModelLoadError(
-            "mlp_layer_types of config.json has dense layers after expert layers, but mlx-lm's "
-            "module supports them only before"
+            "config.json has dense layers after expert layers (mlp_layer_types), but mlx-lm's "
+            "module supports them only before. Choose another checkpoint"
         )
     return count
 
@@ -171,8 +171,8 @@ def ernie_vl_expert_layer(which: int) -> Callable[[Config], int | None]:
         found = [index for index, each in enumerate(sparse) if each]
         if not found or len(found) != found[-1] - found[0] + 1:
             raise ModelLoadError(
-                "mlp_layer_types of config.json must have sparse layers, all one after another, "
-                "with mlx-vlm's module 'ernie4_5_moe_vl'"
+                "config.json must have sparse layers in one unbroken range (mlp_layer_types) with "
+                "mlx-vlm's module 'ernie4_5_moe_vl'. Choose another checkpoint"
             )
         return found[which]
 

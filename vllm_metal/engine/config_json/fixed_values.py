@@ -365,12 +365,13 @@ def check(config: Mapping[str, Any], module: str) -> None:
         raise ModelLoadError(
             f"config.json sets {key}={value!r}, but mlx-lm's module {module!r} "
             + (f"supports only {served}" if served else "has no such parameter")
+            + ". Choose another checkpoint"
         )
     for key, lacking in NOT_COMPUTED.get(module, {}).items():
         if key in config and config[key] in lacking:
             raise ModelLoadError(
                 f"config.json sets {key}={config[key]!r}, which mlx-lm's module {module!r} "
-                "does not support"
+                "does not support. Choose another checkpoint"
             )
 
 

@@ -58,4 +58,7 @@ def check(mine: Mapping[str, Any], share: Callable[[object], Sequence[object]]) 
     for rank, theirs in enumerate(gathered):
         assert isinstance(theirs, dict)
         if found := differences(first, theirs, "rank 0 has"):
-            raise RanksDiffer(f"ranks 0 and {rank} of the engine differ: {'; '.join(found)}")
+            raise RanksDiffer(
+                f"ranks 0 and {rank} of the engine differ: {'; '.join(found)}. Give all ranks the "
+                "same files, releases and settings"
+            )

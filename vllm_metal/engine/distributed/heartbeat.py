@@ -181,7 +181,7 @@ def _accept_ranks(
             while len(peers) < size - 1:
                 ready = selector.select(max(deadline - time.monotonic(), 0))
                 if not ready or time.monotonic() > deadline:
-                    raise TimeoutError("not all ranks have connected in time")
+                    raise TimeoutError("not all ranks have connected in time: read their logs")
                 for key, _ in ready:
                     if key.fileobj is server:
                         _accept(server, selector, waiting)

@@ -43,8 +43,8 @@ def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> Non
     method = getattr(model, "shard", None)
     if method is None:
         raise ShardingError(
-            f"--tensor-parallel-size {size}: mlx-lm's module of model_type {model_type!r} cannot "
-            "split its heads"
+            f"--tensor-parallel-size {size} is not supported with model_type {model_type!r}: "
+            "mlx-lm's module cannot split its heads. Try --pipeline-parallel-size"
         )
     before = _counts(model)
     try:
@@ -53,7 +53,8 @@ def shard(model: nn.Module, group: mx.distributed.Group, model_type: str) -> Non
         raise
     except (ValueError, AssertionError) as error:
         raise ShardingError(
-            f"--tensor-parallel-size {size} does not divide {model_type!r}: {error}"
+            f"--tensor-parallel-size {size} does not divide model_type {model_type!r}: {error}. "
+            "Choose another size"
         ) from error
     _check_counts(before, _counts(model), size, model_type)
 
@@ -120,6 +121,6 @@ def _check_counts(
         copied = count == 1 and 0 < whole < size and size % whole == 0
         if count != whole and count * size != whole and not copied:
             raise ShardingError(
-                f"--tensor-parallel-size {size} does not divide {name} {whole} of {model_type!r} "
-                f"({path})"
+                f"--tensor-parallel-size {size} does not divide {name}={whole} of {model_type!r} "
+                f"({path}). Choose another size"
             )

@@ -37,7 +37,8 @@ def join_ring(parallel: ParallelConfig) -> mx.distributed.Group | None:
         return None
     if not mx.distributed.is_available(BACKEND):
         raise RuntimeError(
-            "this build of MLX has no ring backend, which --tensor-parallel-size needs"
+            "--tensor-parallel-size needs MLX's ring backend, which this build of MLX lacks: "
+            "install MLX's own wheel"
         )
     from vllm.distributed.parallel_state import get_tp_group
 

@@ -86,7 +86,7 @@ def _choose(
     if wanted == "mlx" or (wanted == "auto" and device == "cpu"):
         return SCATTER
     if wanted == "metal" and device == "cpu":
-        raise ValueError("VLLM_METAL_KERNELS=metal needs a Metal device; on a CPU: mlx, interpret")
+        raise ValueError("VLLM_METAL_KERNELS=metal needs a Metal device: choose mlx or interpret")
     if wanted == "interpret" and device == "metal":
         raise ValueError("VLLM_METAL_KERNELS=interpret needs VLLM_METAL_DEVICE=cpu")
     reasons = {layer.unsupported(dtype, block_size) for layer in layers} - {None}

@@ -135,7 +135,7 @@ def _from_peft(content: AdapterContent, config: dict[str, Any], max_rank: int) -
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise AdapterError(name, f"is of peft_type {kind!r}: only LORA is served")
     if config.get("use_dora"):
-        raise AdapterError(name, "has use_dora: DoRA is not supported")
+        raise AdapterError(name, "has use_dora=true: DoRA is not supported")
     for key, value in config.items():
         if value and key not in _READ | _HOW_MADE:
             raise AdapterError(name, f"has {key} in its configuration, which is not supported")

@@ -265,8 +265,8 @@ class HiddenStates:
         for layer_id in layer_ids:
             if not 1 <= layer_id <= len(layers):
                 raise NotImplementedError(
-                    f"the draft head reads the hidden states after layer {layer_id} of a model "
-                    f"that has {len(layers)} ({key})"
+                    f"the draft head needs hidden states of layer {layer_id} ({key}), but the "
+                    f"model has {len(layers)} layers: choose a head made for this model"
                 )
             follow_call(layers[layer_id - 1], partial(self._note, layer_id))
 

@@ -89,5 +89,8 @@ def _token_ids(tokens: list[str], model_config: ModelConfig) -> list[int]:
     ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
     unknown = [token for token, id_ in zip(tokens, ids, strict=True) if id_ is None]
     if unknown:
-        raise ModelLoadError(f"classifier_from_token names {unknown}, which are not tokens")
+        raise ModelLoadError(
+            f"classifier_from_token lists {unknown}, which the tokenizer does not have: correct it "
+            "in --hf-overrides"
+        )
     return ids

@@ -163,7 +163,7 @@ def _of_depth(speculation: SpeculativeConfig, has_store: bool) -> dict[str, bool
         f"{_OPTION} num_speculative_tokens {asked} (config.json states {depth} MTP layers, each "
         f"of which drafts one token{several}: choose {most} or fewer)": depth > 1 and asked > most,
         f"{_OPTION} num_speculative_tokens {asked} with several MTP layers and a KV connector "
-        "(a page's K/V would follow from tokens after it: choose 1)": (
+        "(K/V of a page would depend on later tokens: choose 1)": (
             has_store and min(most, asked) > 1
         ),
     }

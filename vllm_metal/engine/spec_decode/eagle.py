@@ -55,7 +55,8 @@ class Eagle(HeadNetwork):
             head.load_weights(list(weights.items()))
         except ValueError as error:
             raise loader.ModelLoadError(
-                f"{model_config.model} is not {architecture}: {error}"
+                f"the weights of {model_config.model} are not of {architecture}: {error}. Choose "
+                "another draft head"
             ) from error
         if "embed_tokens" in head:
             head.embed_tokens = vocabulary.bounded(head.embed_tokens, config)

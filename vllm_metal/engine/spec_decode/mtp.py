@@ -169,14 +169,17 @@ def _load(
     try:
         head, layers = build_layer(family, args, given, dtype, index)
     except NotImplementedError as error:
-        raise NotImplementedError(f"the MTP layer of {model_config.model} {error}") from error
+        raise NotImplementedError(
+            f"the MTP layer of {model_config.model} {error}. Choose another method"
+        ) from error
     placed = mtp_weights(config, family, target.model, args.num_hidden_layers, head, index)
     packed = packings(head, placed.arrays)
     try:
         install(head, replace(placed, packings=packed | placed.packings))
     except ValueError as error:
         raise loader.ModelLoadError(
-            f"the MTP layer of {model_config.model} does not fit the target: {error}"
+            f"the MTP layer of {model_config.model} does not fit the target: {error}. Choose "
+            "another method"
         ) from error
     head.eval()
     mx.eval(head.parameters())

@@ -123,7 +123,7 @@ def refuse_other_ranks(difference: Callable[[Mapping[str, Any], Mapping[str, Any
         if found := difference(ours, facts):
             raise ValueError(
                 f"data-parallel ranks {first} and {rank} would give different tokens: {found} "
-                f"(here: rank {first})"
+                f"(here: rank {first}). Give all ranks the same files, releases and settings"
             )
 
     replace(MPClient, "_apply_ready_response", comparing)

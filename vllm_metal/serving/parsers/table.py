@@ -49,7 +49,7 @@ _XTML = ("<|open|>", "<|close|>", "<|sep|>")
 #: Ling 3 shares its model_type with Ling 2.5, whose template has no <arg_key>.
 _LING_3 = ("bailing_hybrid", "bailing_moe_v3")
 #: Such deltas occur with speculative decoding, which yields several tokens per step.
-_ONE_DELTA = "loses a call of a stream that comes whole in one delta"
+_ONE_DELTA = "loses a streamed call that arrives whole in one delta"
 
 #: The first matching rule decides, so specific rules come first.
 TOOLS: tuple[Rule, ...] = (
@@ -62,7 +62,7 @@ TOOLS: tuple[Rule, ...] = (
     Rule(
         "functiongemma",
         ("<start_function_call>",),
-        defect="garbles a stream's calls of several arguments",
+        defect="garbles streamed calls with several arguments",
     ),
     Rule("longcat", ("<longcat_tool_call>",)),
     Rule("seed_oss", ("<seed:tool_call>", "<function=")),
@@ -73,18 +73,18 @@ TOOLS: tuple[Rule, ...] = (
     Rule(
         "apertus",
         ("<|tools_prefix|>",),
-        defect="keeps the last letters before a stream's call back",
+        defect="withholds the last letters before a streamed call",
     ),
     Rule(
         "muse_glimmer",
         ("<atem:function_calls>",),
-        defect="loses the first of two calls that come in one delta of a stream",
+        defect="loses the first of two calls that arrive in one streamed delta",
     ),
     Rule("dots", ("<dots_function_call>",)),
     Rule(
         "internlm",
         ("<|action_start|>", "<|plugin|>"),
-        defect=f"fails where an answer has two calls, and {_ONE_DELTA}",
+        defect=f"fails if an answer has two calls, and {_ONE_DELTA}",
     ),
     Rule(
         "minicpm5",
@@ -131,7 +131,7 @@ TOOLS: tuple[Rule, ...] = (
         "ernie45",
         ("<tool_call>",),
         families=_ERNIE,
-        defect="loses the second of two calls that come in one delta of a stream",
+        defect="loses the second of two calls that arrive in one streamed delta",
     ),
     Rule(
         "hunyuan_a13b",
@@ -145,13 +145,13 @@ TOOLS: tuple[Rule, ...] = (
         ("<tool_calls>",),
         families=("jamba",),
         tokens=("<tool_calls>", "</tool_calls>"),
-        defect="drops letters of a stream's arguments",
+        defect="drops letters of streamed arguments",
     ),
     Rule("olmo3", ("<function_calls>",), families=_OLMO_3),
     Rule(
         "gigachat3",
         ("function call", "<|role_sep|>", "<|message_sep|>"),
-        defect=f"reads one call an answer, and {_ONE_DELTA}",
+        defect=f"reads one call per answer, and {_ONE_DELTA}",
     ),
     Rule(
         "llama4_json",
@@ -173,13 +173,13 @@ TOOLS: tuple[Rule, ...] = (
     Rule(
         "xlam",
         ("single JSON array", '{"name": "tool_call_name"'),
-        defect="streams arguments twice where a delta ends inside of them",
+        defect="streams arguments twice if a delta ends inside them",
     ),
     Rule(
         "phi4_mini_json",
         ("<|tool|>",),
         families=("phi3",),
-        defect="streams nothing of an answer without calls",
+        defect="streams nothing if an answer has no calls",
         chosen=False,
     ),
     # Hermes' format, which most others adopted: JSON between two tags.
@@ -240,7 +240,7 @@ REASONING: tuple[Rule, ...] = (
         "hunyuan_a13b",
         ("<think>",),
         families=_HUNYUAN,
-        defect="ends a stream with an error at a delta of several tokens",
+        defect="ends a stream with an error if a delta has several tokens",
         chosen=False,
     ),
     Rule("olmo3", ("<think>",), families=_OLMO_3, tokens=_OLMO_3_TOKENS, reasoning="opened"),

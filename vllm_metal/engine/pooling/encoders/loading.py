@@ -143,13 +143,19 @@ def _modernbert(model: Any, config: Config) -> Encoder:
     }
     for kind, parameters in (config.get("rope_parameters") or {}).items():
         if kind not in bases or parameters.get("rope_type", "default") != "default":
-            raise ModelLoadError(f"rope_parameters of config.json for {kind!r} are not supported")
+            raise ModelLoadError(
+                f"rope_parameters={parameters} of config.json for {kind!r} is not supported. "
+                "Choose another checkpoint"
+            )
         bases[kind] = float(parameters.get("rope_theta", bases[kind]))
     every = int(config.get("global_attn_every_n_layers", 3))
     by_period = [_SLIDING if index % every else _FULL for index in range(len(model.layers))]
     for layer, kind in zip(model.layers, config.get("layer_types") or by_period, strict=True):
         if kind not in bases:
-            raise ModelLoadError(f"layer_types of config.json with {kind!r} is not supported")
+            raise ModelLoadError(
+                f"layer_types of config.json with {kind!r} is not supported. Choose another "
+                "checkpoint"
+            )
         layer.attn.local = kind == _SLIDING
         layer.attn.rotary_emb = PlacedRoPE(layer.attn.head_dim, bases[kind])
         layer.mlp.act = nn.GELU()
@@ -157,7 +163,7 @@ def _modernbert(model: Any, config: Config) -> Encoder:
 
 
 def _no_head(model: nn.Module) -> torch.nn.Module:
-    raise ModelLoadError("EmbeddingGemma has no classification head")
+    raise ModelLoadError("EmbeddingGemma has no classification head: use --convert embed")
 
 
 def _gemma(model: nn.Module, config: Config) -> Encoder:

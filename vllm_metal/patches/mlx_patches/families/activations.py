@@ -66,7 +66,10 @@ def gelu(key: str, default: str, first: str, second: str) -> Callable[[ModuleTyp
     def from_dict(cls: Any, params: dict[str, Any]) -> Any:
         name = params.get(key) or default
         if name not in _GELUS:
-            raise ValueError(f"{key} is {name!r}: the module computes {' or '.join(_GELUS)}")
+            raise ValueError(
+                f"{key}={name!r} of config.json is not supported: the module computes "
+                f"{' or '.join(_GELUS)}. Choose another checkpoint"
+            )
         return super(cls, cls).from_dict(params | {"activation_name": name})
 
     return apply

@@ -30,8 +30,8 @@ def language(module: ModuleType) -> None:
         size = rope._inv_freq.size
         if sum(sections) != size:
             raise ValueError(
-                f"mrope_section={list(sections)} sums to {sum(sections)}, not to the number of "
-                f"frequencies, {size}"
+                f"mrope_section={list(sections)} of config.json is not supported: its sum is "
+                f"{sum(sections)}, expected {size}. Choose another checkpoint"
             )
         of_images = size - sections[2]
         order = [*range(0, of_images, 2), *range(1, of_images, 2), *range(of_images, size)]

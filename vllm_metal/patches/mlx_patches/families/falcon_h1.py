@@ -47,8 +47,8 @@ def _multiply(model: Any, weights: Arrays) -> Arrays:
                 weights[name] = weights[name] * factor.astype(weights[name].dtype)
             elif not mx.all(factor == 1).item():
                 raise ValueError(
-                    f"{key} is not 1, and the folder was converted by mlx-lm, which multiplies "
-                    f"other arrays by it, but not {suffix}: serve the folder as it was published"
+                    f"{key} of config.json is not 1, and mlx-lm's conversion does not multiply "
+                    f"{suffix} by it: serve the published checkpoint"
                 )
     return weights
 

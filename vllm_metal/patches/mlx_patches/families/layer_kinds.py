@@ -100,10 +100,16 @@ def _with_layer_types(module: ModuleType, name: str, period: str, other: str) ->
                 ]
             unknown = sorted(set(self.layer_types) - {_FULL, other})
             if unknown:
-                raise ValueError(f"layer_types of config.json name {', '.join(unknown)}")
+                raise ValueError(
+                    f"layer_types of config.json has {', '.join(unknown)}, which is not supported: "
+                    f"expected {_FULL} or {other}. Choose another checkpoint"
+                )
             if other == _LINEAR and _LINEAR not in self.layer_types:
                 # mlx-lm infers from a convolution whether norms are stored minus one.
-                raise ValueError("layer_types of config.json have no layer of linear_attention")
+                raise ValueError(
+                    "layer_types of config.json without linear_attention is not supported. "
+                    "Choose another checkpoint"
+                )
 
     setattr(module, name, ModelArgs)
 

@@ -93,14 +93,17 @@ def _arguments(base: Any) -> type:
             elif self.moe_layers is None:
                 self.moe_layers = list(range(step - 1, self.num_hidden_layers, step))
             if self.moe_layers and self.num_experts_per_tok != 1:
-                raise ValueError("num_experts_per_tok of config.json must be 1")
+                raise ValueError(
+                    f"num_experts_per_tok={self.num_experts_per_tok} of config.json is not "
+                    "supported: mlx-lm's module computes 1. Choose another checkpoint"
+                )
             in_chunks = self.layer_types is None or "chunked_attention" in self.layer_types
             chunk = self.attention_chunk_size
             if in_chunks and chunk and self.max_position_embeddings > chunk:
                 longest = f'{{"max_position_embeddings": {chunk}}}'
                 raise ValueError(
-                    f"attention_chunk_size is {chunk}: attention within chunks of a longer text is "
-                    f"not computed; --hf-overrides '{longest}' serves texts of one chunk"
+                    f"attention_chunk_size={chunk} of config.json is supported only for texts of "
+                    f"one chunk. Set --hf-overrides '{longest}'"
                 )
 
     return ModelArgs

@@ -46,7 +46,8 @@ def rope_utils(module: ModuleType) -> None:
         rope_type = scaling.get("type") or scaling.get("rope_type")
         if traditional and rope_type in _LONG:
             raise ValueError(
-                f"a rope of type {rope_type!r} of neighboring pairs, which mlx-lm does not compute"
+                f"rope_type={rope_type!r} is not supported with rotation of neighboring pairs. "
+                "Choose another checkpoint"
             )
         rope = before(dims, base, traditional, scaling_config, max_position_embeddings)
         if rope_type in _YARN:
