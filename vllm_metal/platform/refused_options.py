@@ -62,7 +62,7 @@ REFUSED_OPTIONS = (
     RefusedOption(
         "--load-format",
         "load_config.load_format",
-        "mlx-lm reads safetensors, and no others: leave it out",
+        "mlx-lm reads only safetensors: leave it out",
         ("hf", "safetensors"),
     ),
     RefusedOption(

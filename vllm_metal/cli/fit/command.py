@@ -47,7 +47,8 @@ def find(args: Namespace) -> FitResult:
     answer = _answer(args)
     if isinstance(answer, encoder.EncoderFitResult):
         raise ValueError(
-            f"{answer.model} is an encoder ({answer.architecture}), which generates no text"
+            f"{answer.model} is an encoder ({answer.architecture}), which generates no text: "
+            "choose another model"
         )
     return answer
 

@@ -142,7 +142,9 @@ def _longest(path: Path, content: Mapping[str, Any], served: Architecture) -> in
     positions = served.family.positions(content) if served.family.positions else None
     known = [length for length in (stated, positions) if length is not None]
     if not known:
-        raise ValueError("config.json does not state the maximum length of a text")
+        raise ValueError(
+            "config.json does not state the maximum length of a text: add max_position_embeddings"
+        )
     return int(min(known))
 
 

@@ -37,7 +37,9 @@ class StoredWeight:
         try:
             return self.convert({part: arrays[name] for part, name in self.tensors.items()}, dtype)
         except ModelLoadError as error:
-            raise ModelLoadError(f"{self.name} ({self.format}) {error}") from error
+            raise ModelLoadError(
+                f"{self.name} ({self.format}) {error}. Download the checkpoint again"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,9 @@ class GGUFSource:
         for file, part in zip(self.files, parts, strict=True):
             for tensor in part.tensors:
                 if tensor in self.tensors:
-                    raise ConversionError(f"{file}: tensor {tensor} is in another part, too")
+                    raise ConversionError(
+                        f"{file}: tensor {tensor} is in two parts: download them again"
+                    )
             self.tensors |= part.tensors
         expected = int(self.get("split.tensors.count", len(self.tensors)))
         if expected != len(self.tensors):
@@ -107,7 +109,9 @@ class GGUFSource:
     def require(self, key: str) -> Any:
         """Returns a metadata value; raises ConversionError if the file lacks the key."""
         if key not in self._metadata:
-            raise ConversionError(f"{self.path}: the metadata has no {key}")
+            raise ConversionError(
+                f"{self.path}: the metadata has no {key}: choose another file of the model"
+            )
         return self._metadata[key]
 
     def arch(self, key: str, default: Any = None) -> Any:
