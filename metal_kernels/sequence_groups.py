@@ -26,7 +26,8 @@ from metal_kernels.sequences import (
 
 #: Sequences up to this length share a group: decode and verification.
 SHORT = 16
-#: Rows per pass through a state, for which quadratic work costs as much as the rest.
+#: Rows per pass through a state. At this length, work that is quadratic in it costs as much as all
+#: other work.
 CHUNK = 32
 #: From this ratio of rows to heads, a convolution reads whole slices of rows.
 _FEW_HEADS = 8

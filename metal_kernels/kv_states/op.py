@@ -16,7 +16,7 @@ import numpy as np
 from metal_kernels import kernel, op_common
 
 _THREADS = 256  # per threadgroup
-_RUN_BYTES = 16  # maximum bytes per thread
+_RUN_BYTES = 16  # per thread at most: the widest load of Metal
 _FOLDER = Path(__file__).parent
 _POOLS = ("key_pool", "value_pool")
 _AFTER = ("after_0", "after_1")

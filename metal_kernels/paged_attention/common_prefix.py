@@ -25,8 +25,8 @@ def common_prefixes(tables: np.ndarray, usable: np.ndarray) -> tuple[np.ndarray,
     Returns:
         [R] int, each request's group, -1: none; and [G] int, number of blocks each group shares.
     """
-    # Among requests with the same first block, take the group that saves most, its length times its
-    # copies, then compare the remaining ones again.
+    # Greedy, as a request joins one group: among requests with the same first block, the group that
+    # saves most (its length times its copies) comes first, then the others are compared again.
     group = np.full(len(tables), -1)
     lengths: list[np.ndarray] = []
     num_common = empty = np.zeros(0, np.int64)

@@ -83,7 +83,7 @@ def plan(
         rows = next((size for size in sizes if size >= most), sizes[-1])
         for piece in batch.pieces(members, rows, most_work):
             common = None
-            # Rows that share a prefix have no positions in it, from which distances would follow.
+            # The pass over a shared prefix lacks the rows' positions, which a relative bias needs.
             shares = block_size is not None and splits.fixed is None and extent is None
             if decode and shares:
                 assert block_size is not None

@@ -37,7 +37,7 @@ struct Scoring {
     int window;   // positions a query sees, including its own
     int listed;   // each query row has its own Request, and sees the tile's whole range
     int bidirectional;  // rows of a request also see those after them
-    int extent;  // distances from a query to a key that have a bias
+    int extent;  // number of distances with a relative bias; beyond, there is none
     int unused[2];
 };
 

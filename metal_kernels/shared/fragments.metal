@@ -82,7 +82,7 @@ struct Fragments<int8_t> {
     static inline int at(int i, int e) {
         return code_at(i, e);
     }
-    static inline half2 lower(uint codes) {  // the first and the third
+    static inline half2 lower(uint codes) {  // bytes 0 and 2
         return as_type<half2>((codes & 0x00ff00ffu) ^ 0x64806480u) - half2(half(1152.0f));
     }
     static inline half2 of_pair(Pair pair) {

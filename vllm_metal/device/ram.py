@@ -48,7 +48,7 @@ def available(own: int) -> int:
     """
     known = psutil.virtual_memory().available
     given = _available_on_macos(own) if sys.platform == "darwin" else None
-    # psutil counts inactive pages in full; macOS compresses or swaps them first.
+    # psutil counts inactive pages in full, as macOS compresses or swaps them: it may find more.
     return known if given is None else max(known, given)
 
 

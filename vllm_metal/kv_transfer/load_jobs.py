@@ -41,7 +41,7 @@ class _Job:
     blocks: Sequence[int]  # in the pool, in the order of the keys
     loaded: set[int] = field(default_factory=set)  # filled blocks
     num_bytes: int = 0
-    stopped: bool = False  # before its last page was read
+    stopped: bool = False  # canceled or failed before its last page was read
     failed: bool = False  # a page could not be read
 
 

@@ -86,7 +86,7 @@ class TransferHooks(StepHooks):
         self._metadata = TransferMetadata({}, {})
         self._expected: dict[int, list[bytes]] = {}  # pages of active store jobs
         self._pending_content: PoolContent | None = None  # to report to the scheduler
-        self._decoding = False  # whether the current step computes anything
+        self._has_tokens = False  # whether the current step computes; if not, the device is idle
         self._on_pool: set[str] = set()  # requests that began or resumed on this pool
         self._ended: set[str] = set()  # requests that had ended before the current step
         #: Keys of jobs for pages that peers want, by number; the scheduler does not know these.
@@ -122,7 +122,7 @@ class TransferHooks(StepHooks):
         metadata = scheduler_output.kv_connector_metadata
         assert isinstance(metadata, TransferMetadata)
         self._metadata = metadata
-        self._decoding = bool(scheduler_output.num_scheduled_tokens)
+        self._has_tokens = bool(scheduler_output.num_scheduled_tokens)
         self._update_store(metadata)
         self._ended = finished = scheduler_output.finished_req_ids
         self.load_jobs.cancel(metadata.cancelled_loads | finished)
@@ -168,7 +168,7 @@ class TransferHooks(StepHooks):
             self.store_jobs.copy_now(flushed)
 
     def _export(self, shared: SharedPool) -> None:
-        most_bytes = EXPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES
+        most_bytes = EXPORT_BYTES_BESIDE if self._has_tokens else STAGING_BYTES
         room = self.store_jobs.room(most_bytes)
         if wanted := shared.take(self.store_jobs.page_bytes, room):
             self._num_exports += 1
@@ -193,11 +193,11 @@ class TransferHooks(StepHooks):
         self.store_jobs.add(job_id, job.req_id, keys, blocks)
 
     def before_forward(self) -> None:
-        self.load_jobs.import_ready(IMPORT_BYTES_BESIDE if self._decoding else STAGING_BYTES)
+        self.load_jobs.import_ready(IMPORT_BYTES_BESIDE if self._has_tokens else STAGING_BYTES)
         self._read_on()
 
     def _read_on(self) -> None:
-        self.load_jobs.start_reads(PIECES_AHEAD_BESIDE if self._decoding else None)
+        self.load_jobs.start_reads(PIECES_AHEAD_BESIDE if self._has_tokens else None)
 
     def before_submit(self) -> None:
         assert self._runner is not None
@@ -206,7 +206,7 @@ class TransferHooks(StepHooks):
 
     def after_step(self, computed: bool) -> KVConnectorOutput | None:
         metadata = self._metadata
-        if computed and self._decoding:
+        if computed and self._has_tokens:
             self.store_jobs.step_submitted()
         for job_id, job in metadata.store_jobs.items():
             if computed:
@@ -216,7 +216,7 @@ class TransferHooks(StepHooks):
         self._metadata = TransferMetadata({}, {})
         self.store_jobs.end_step()
         self._on_pool -= self._ended
-        if computed and not self._decoding:
+        if computed and not self._has_tokens:
             assert self._runner is not None
             self._runner.complete_draft_kv(self._draft_ends(self.store_jobs.all_due_ends()))
             self.store_jobs.copy_now()  # the device is idle otherwise

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class RefusedOption:
     """An option that is not supported with any value."""
 
-    option: str  # the option on the command line
+    option: str  # as users type it
     config_path: str  # attribute path of its value in vLLM's configuration
     reason: str  # the reason, or what to use instead
     allowed: tuple[Any, ...] = ()  # neutral values besides the default in `EngineArgs`

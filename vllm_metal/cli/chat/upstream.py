@@ -23,7 +23,7 @@ _SHORT_SECONDS = 30.0
 #: Parameter count below a billion, as in SmolLM2-135M-Instruct. "1M" is the length of a context, so
 #: one digit does not match.
 _MILLIONS = re.compile(r"(?<![\w.])(\d{2,3})M(?![a-z])", re.IGNORECASE)
-#: Default limit of answers of such a model, which may never stop by itself.
+#: Default limit of such a model's answers, which may never end by themselves.
 _SMALL_MODEL_TOKENS = 1024
 _TOO_LONG = re.compile(r"maximum context length is (\d+) tokens")
 

@@ -103,7 +103,7 @@ def all_cases() -> list[Case]:
 def _rotation(shape: AttentionShape, number: int) -> RotationKind:
     if shape.latent:  # only the part that all heads share is rotated
         return RotationKind(shape.head_size - shape.value_size, shape.value_size, traditional=True)
-    # The whole head, half of it, or neighboring elements with listed frequencies.
+    # Three kinds that reach all branches of the kernel.
     whole = RotationKind(shape.head_size)
     others = (
         whole._replace(dims=shape.head_size // 2),

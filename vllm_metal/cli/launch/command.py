@@ -31,7 +31,7 @@ from vllm_metal.cli.local_server import (
     started,
 )
 
-HIDDEN = "..."  # replaces a key
+HIDDEN = "..."  # printed instead of an API key
 _OWN = {"--max-model-len": "write --context", "--model": "write MODEL"}
 
 

@@ -54,7 +54,7 @@ def planned(model: str | None, context: int | None) -> ServerPlan:
         stdout=subprocess.PIPE,
         text=True,
         env={"VLLM_LOGGING_LEVEL": "ERROR"} | dict(os.environ),
-        start_new_session=True,  # only this process gets Ctrl-C, and ends without a traceback
+        start_new_session=True,  # else Ctrl-C makes the child print a traceback
     )
     lines = done.stdout.splitlines()  # libraries may print other lines first
     if done.returncode or not lines:

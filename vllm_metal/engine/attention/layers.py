@@ -96,10 +96,10 @@ class _AttentionProbe(AttendingCache):
         self._latent: nn.Module | None = None  # the module that computes latent attention
         self._offset = mx.zeros(1, mx.int32)
         self._rotated: OfLayer | None = None
-        self._is_keys = False  # keys were rotated; otherwise the second part of the latents
+        self._is_keys = False  # whether `_rotated` is of keys, and not of latents' second part
         self._rotates_queries = False
         self._chosen: _Chosen | None = None  # an indexer's choice here, or for this layer
-        self._is_index = False  # these are an indexer's keys
+        self._is_index = False  # whether the keys are an indexer's
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(

@@ -71,7 +71,7 @@ _WHOLE = ""  # in place of a definition's name
 _CLASSES = Path("models/auto/modeling_auto.py")
 _FOLDERS = Path("models/auto/auto_mappings.py")
 _FOLDER_TABLE = "\nSPECIAL_MODEL_TYPE_TO_MODULE_NAME"
-#: Types of text models in published files that transformers reads as its own, whatever their name.
+#: Maps types of text models in published files to the type that transformers reads them as.
 _TEXT_TYPES = dict.fromkeys(("minimax_m3", "minimax_m3_text"), "minimax_m3_vl_text")
 
 

@@ -100,7 +100,7 @@ def _choose(
             ) from error
     elif not reasons:
         cases = needed_cases(layers, dtype, pool_dtype, block_size)
-        if wanted == "metal" or fixed:  # no timings needed: the kernels serve
+        if wanted == "metal" or fixed:  # the kernels are chosen, so nothing is timed
             cases = [
                 replace(case, kernels=tuple(k for k in case.kernels if k not in CHOICES))
                 for case in cases

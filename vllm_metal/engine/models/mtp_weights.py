@@ -116,6 +116,6 @@ def _read_as_a_layer(
 
 
 def _layer_prefix(model: nn.Module) -> str:
-    # The prefix of the first layer's arrays.
+    """Returns the prefix of the first layer's arrays, such as "model.layers.0."."""
     first = model.layers[0]
     return next(f"{name}." for name, module in model.named_modules() if module is first)

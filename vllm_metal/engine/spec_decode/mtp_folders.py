@@ -21,9 +21,9 @@ from vllm_metal.settings.architectures import ASSISTANTS, ASSISTED, SPLIT_MTP, m
 
 #: Names of subfolders of the model's.
 _MTP, _ASSISTANT = "mtp", "assistant"
-#: Addition to the model's name, at any place, in that of a folder beside the model's.
+#: Added to the model's name, anywhere in it, it names a folder beside the model's.
 _MARK = re.compile(rf"-(?:{_MTP}|{_ASSISTANT})(?=[-_.]|$)", re.IGNORECASE)
-_REPOSITORY = "models--"  # of a folder's name in the Hugging Face cache
+_REPOSITORY = "models--"  # prefix of folders in the Hugging Face cache
 
 
 def published(folder: Path) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class DiskEmbedding(nn.Module):
         num_tables: int = 1,  # that share the memory for rows used last
     ) -> None:
         super().__init__()
-        #: Whether it is called with a forward's token ids, and not with ids made of them.
+        #: Whether it is called with a forward's token ids; otherwise with ids of their n-grams.
         self.by_token = not _OF_NGRAMS.fullmatch(path)
         #: Path of the module or list that the table is in.
         self.parent = path.rpartition(".")[0]
@@ -260,7 +260,7 @@ def _markers(headers: Mapping[str, Header]) -> dict[str, mx.array]:
             tables.setdefault(match[1], {})[name] = match[3]
     found: dict[str, mx.array] = {}
     for parts in tables.values():
-        # Other parts are of formats that are not MLX's.
+        # Rows are only read from tables in MLX's formats, which have no other parts.
         if not set(parts.values()) <= set(_PARTS) or any(
             headers[name].dtype not in _DTYPES for name in parts
         ):

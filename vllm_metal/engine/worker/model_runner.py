@@ -89,7 +89,7 @@ class ModelRunner:
         self.num_waits = 0
         self._pending: list[StepOutput] = []  # with speculation; the newest last, two at most
         self._in_flight: list[mx.array] = []  # its arrays
-        self._joining: list[mx.array] = []  # computed with the current step
+        self._joining: list[mx.array] = []  # to submit with the current step, see `join_step`
 
     def execute(self, step: Step) -> None:
         """Updates requests and blocks, and builds the forward of the scheduled tokens.

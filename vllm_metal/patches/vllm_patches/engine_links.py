@@ -182,7 +182,7 @@ def _watch(
 
 
 def _follow(monitor: zmq.Socket[Any], lost: Callable[[], None]) -> None:
-    strangers: set[int] = set()  # links that came later, which are no engine's
+    strangers: set[int] = set()  # later connections: the engines have theirs by now
     with monitor, suppress(zmq.ZMQError):  # the context has ended
         while True:
             event = recv_monitor_message(monitor)

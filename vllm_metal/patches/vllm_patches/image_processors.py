@@ -75,7 +75,7 @@ def _installed() -> bool:
 
 @contextmanager
 def _named_torchvision() -> Iterator[None]:
-    # For `from torchvision.transforms.v2 import functional`.
+    # `from torchvision.transforms.v2 import functional` looks each part up in its parent.
     modules = {name: ModuleType(name) for name in _NAMES}
     modules[_FUNCTIONAL] = torchvision_functions
     for name, module in modules.items():

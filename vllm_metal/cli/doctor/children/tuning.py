@@ -23,7 +23,7 @@ from vllm_metal.device.child import send_message
 
 #: The attention of Llama 3 8B, for comparisons between machines.
 COMMON = Case(AttentionShape(32, 8, 128, 128), mx.bfloat16, mx.bfloat16, 16)
-_SERVED = 4  # number of most recently served kinds of layer
+_SERVED = 4  # kinds of layer, served last, that a quick run tunes
 
 
 def main() -> None:

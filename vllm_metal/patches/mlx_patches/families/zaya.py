@@ -20,7 +20,7 @@ from vllm_metal.patches.mlx_patches.families.forwards import attend
 from vllm_metal.patches.mlx_patches.replacing import wrap
 from vllm_metal.patches.mlx_patches.seam import AttendingCache
 
-#: In the names of arrays that choose experts, and whose rounding would choose others.
+#: Suffix of arrays that stay in float32: rounded, they would choose other experts.
 _IN_FLOAT32 = ".balancing_biases"
 
 
