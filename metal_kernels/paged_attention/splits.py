@@ -51,7 +51,7 @@ def parts_ahead(value_size: int) -> int:
 class Splits:
     """Parameters for splitting contexts. The tuner may replace the defaults."""
 
-    #: Cost of a part beside its keys, in keys: queries, tables, sums over simdgroups. Guessed.
+    #: Cost of a part beside its keys, in keys: queries, tables, sums over simdgroups. An estimate.
     part_cost: int = 24
     #: Threadgroups in flight on the GPU, by default for 24 cores. GPUs have 8 to 80, so this is off
     #: by a factor of at most 3.4, and parts by 1.8.
@@ -71,7 +71,7 @@ class Splits:
 
     def has_room_for_wide(self, num_tiles: int) -> bool:
         """Returns whether threadgroups of 512 threads for this many tiles all run at once."""
-        # If not, smaller ones hide each other's waits better.
+        # If not, smaller threadgroups hide each other's memory latency better.
         return 2 * num_tiles <= self.slots
 
     def walkers(self, num_rows: int, most_parts: int, value_size: int) -> int:

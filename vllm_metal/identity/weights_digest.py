@@ -83,7 +83,7 @@ def digest(files: Sequence[Path], memo: Path | None) -> str:
 
 
 def _target_files(config: VllmConfig) -> list[Path]:
-    # Without config.json, whose facts the fingerprint has.
+    # Without config.json: the fingerprint has its content.
     folder = model_files.model_folder(config.model_config, config)
     return sorted([*weight_files(folder), *_other_files(config.model_config, folder)])
 

@@ -213,8 +213,8 @@ def view_of(name: str) -> str:
 class StoreConfig:
     """Settings of a store; `registry.py` lists the subclasses."""
 
-    # They are read wherever vLLM's configuration is, also without serving. So the methods that make
-    # the two sides import what these need.
+    # Any process that reads vLLM's configuration reads these, also one that serves nothing. So what
+    # the two sides need is only imported in the methods that create them.
 
     name: ClassVar[str]
     enabled_by: ClassVar[str]  # the settings that enable it, for messages

@@ -167,7 +167,7 @@ class SequenceLayer(RecurrentLayer):
     """A layer whose module is called once for all tokens of a step."""
 
     ops: RecurrentOps = field(default_factory=RecurrentOps)
-    #: Largest kernel size of the model's convolutions, whose layers share plans; 0: of these alone.
+    #: Largest kernel size of the model's convolutions, whose layers share plans; 0: this layer's.
     most_taps: int = 0
 
     def share(self, storage: Storage, part: int = 0) -> SequenceState:

@@ -25,7 +25,7 @@ _LARGEST = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "intermediate_size"), 10_000_000),
     **dict.fromkeys(("vocab_size", "head_dim", "state_size"), 100_000_000),
 }
-#: Keys that are divisors, or whose zero makes no model.
+#: Keys that must be at least 1: others are divided by them, or the model would have no layer.
 _POSITIVE = (
     *("num_attention_heads", "hidden_size", "n_head", "n_embd", "d_model"),
     *("num_hidden_layers", "n_layer"),

@@ -117,7 +117,7 @@ OF_MODULE: Mapping[str, frozenset[str]] = {
         "temporal_patch_size"
     ),
     "gemma3_text": names("tie_word_embeddings"),  # it checks whether a head exists
-    # No key is rotated, and layers that draft are read apart.
+    # No key is rotated, and draft layers are loaded separately.
     "glm5_next": names("index_share_for_mtp_iteration indexer_rope_interleave"),
     "granitemoehybrid": names("mamba_chunk_size"),  # only splits a sum
     # The first is always 4, and transformers' router has no norm.

@@ -17,7 +17,7 @@ _TEXT_CLASS = re.compile(
     r"""self\.text_config = (\w+)\(\*\*self\.text_config\)|"""
     r"""["']text_config["']: SubConfigSpec\(\s*config_class=(\w+)"""
 )
-#: Attributes with the configurations of a multimodal class by key, likewise.
+#: Attributes of a multimodal class that map keys to configurations: until 5.19, and since.
 _PARTS = ("sub_configs", "sub_configs_defaults")
 #: A condition in classes that have their own default for absent RoPE parameters.
 ROPE_IS_ABSENT = "self.rope_parameters is None"

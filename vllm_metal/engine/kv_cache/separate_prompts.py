@@ -60,7 +60,7 @@ class PlanWithPrompts(Protocol):
 def _prompt(layout: StepLayout, index: int) -> Prompt:
     first, end = layout.query_start_loc_np[index : index + 2].tolist()
     request = slice(index, index + 1)
-    plan = buckets.plan(  # as if for its last token only, whose context is the whole one
+    plan = buckets.plan(  # for the last token alone: its context is the whole prompt's
         np.array([0, 1], np.int32),
         layout.seq_lens_np[request],
         layout.block_tables_np[request],

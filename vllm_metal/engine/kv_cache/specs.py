@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ALIGNMENT = 64  # of pages, in bytes; fits all dtypes
 _STEP = BLOCK_SIZES[0]  # larger blocks are multiples of it
-#: Tokens per block if all layers are recurrent: a state is cached every so many tokens.
+#: Tokens per block if all layers are recurrent: one state is cached per block.
 _STATES_ONLY = 256
 
 
@@ -62,8 +62,8 @@ def choose_block_size(cache: CacheConfig, layers: Sequence[StatefulLayer], dtype
     """
     state_bytes = sum(layer.state_bytes for layer in layers)
     if state_bytes:
-        # vLLM uses "none" without prefix caching; here both modes store states the same way. An
-        # engine in another process is told by `state_modes`.
+        # vLLM uses "none" without prefix caching; here both modes store states the same way.
+        # `state_modes` sets this in engines of other processes.
         cache.mamba_cache_mode = "align"
         cache.block_size = block_size_for(
             layers, cache.block_size, dtype, cache.user_specified_block_size

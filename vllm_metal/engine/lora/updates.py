@@ -238,7 +238,7 @@ def max_cached(config: LoRAConfig) -> int:
 
 
 def _layers(model: nn.Module, only: Iterable[str] | None) -> dict[str, Layer]:
-    # Only layers that are called with all tokens of a step: the head is not, it gets some of them.
+    # Only layers that are called with all tokens of a step: the head gets only some of them.
     of_rows = {id(module) for module in (decoder_of(model) or model).modules()}
     wanted = None if only is None else frozenset(only)
     found = {}

@@ -288,4 +288,4 @@ class Peaks:
 
     forward: int  # step of max_num_batched_tokens prompt tokens
     requests: int = 0  # two steps of the requests of `drafted`, without drafts
-    drafts: int = 0  # the same with the maximum number of drafts
+    drafts: int = 0  # those two steps with the maximum number of drafts

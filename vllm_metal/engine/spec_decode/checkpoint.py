@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Files that weights come in.
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
-#: Drafts of one MTP layer where --speculative-config does not say: lengths adapt below it.
+#: Default num_speculative_tokens of one MTP layer; lengths adapt below it.
 DEFAULT_MTP_DRAFTS = 3
 _OPTION = "--speculative-config"
 
@@ -154,7 +154,7 @@ def refusals(config: VllmConfig) -> dict[str, bool]:
 def _of_depth(speculation: SpeculativeConfig, has_store: bool) -> dict[str, bool]:
     draft, asked = speculation.draft_model_config, speculation.num_speculative_tokens or 0
     (architecture, *_) = draft.architectures
-    if (family := MTP_FAMILIES.get(architecture)) is None:  # rejected beside
+    if (family := MTP_FAMILIES.get(architecture)) is None:  # `refusals` rejects it
         return {}
     depth = mtp_depth(draft.hf_text_config.to_dict())
     most = family.num_drafting(depth, getattr(draft.hf_config, "is_split", False))
@@ -172,7 +172,7 @@ def _of_depth(speculation: SpeculativeConfig, has_store: bool) -> dict[str, bool
 def _of_another(draft: ModelConfig, target: ModelConfig) -> dict[str, bool]:
     (architecture, *_) = draft.architectures
     family = MTP_FAMILIES.get(architecture)
-    if family is None:  # rejected beside
+    if family is None:  # `refusals` rejects it
         return {}
     kind = target.hf_config.model_type
     sizes = (draft.get_hidden_size(), target.get_hidden_size())
@@ -214,7 +214,7 @@ def _of_block_drafter(speculation: SpeculativeConfig) -> dict[str, bool]:
     given = draft.hf_config.to_dict()
     content = published(Path(draft.model))
     (architecture, *_) = draft.architectures
-    if content and architecture in block_config.KINDS:  # all others are rejected beside
+    if content and architecture in block_config.KINDS:  # `refusals` rejects all others
         try:
             block_config.BlockConfig.of(given, content, architecture)
         except ModelLoadError as error:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from vllm_metal.engine.weights.placing import MODES
 
-#: Columns that share a scale where a network is quantized as it is loaded, as mlx-lm's default.
+#: Columns per scale of a network that is quantized when loaded: mlx-lm's default.
 GROUP_SIZE = 64
 
 

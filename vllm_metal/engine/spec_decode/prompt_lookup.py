@@ -18,8 +18,8 @@ NGRAM = (
 INTERVAL = 4  # tokens between two looks: costs edits nothing measurable, and saves host time
 MISSES = 2  # steps in a row whose first copied token is wrong: the copy ends
 NEAR = 32  # tokens ahead in which the newest one is looked for after a miss: a line left out
-#: A copy of fewer tokens was none: the request's next one needs a match of twice the length, up to
-#: the maximum. Without this rule, prose that repeats phrases waits five times as often.
+#: After a shorter copy, the request's next one needs a match of twice the length, up to the
+#: maximum. Without this rule, prose that repeats phrases waits five times as often.
 LEAST_COPIED, MOST_NGRAM = 16, 64
 #: Tokens indexed in a step, of all requests: about 2 ms. A prompt's chunk is, as it is computed; a
 #: long prefix hit takes several steps.
@@ -139,7 +139,7 @@ class _Text:
 
     def _look(self, text: np.ndarray) -> None:
         """Starts to copy if the end of the text also occurs earlier, over enough tokens."""
-        # The first place has most text after it, also where a text repeats itself.
+        # The first occurrence has most text after it, also if a text repeats itself.
         end = self._index.match(text)
         if end and _match_length(text, end) >= self._least:
             self._source, self._length = end, len(text)
@@ -163,7 +163,7 @@ class _Text:
             paid = self._num_copied >= LEAST_COPIED
             self._least = NGRAM if paid else min(2 * self._least, MOST_NGRAM)
         elif not num_copied:
-            # One token in place of another would have been copied on: the edit is of another kind.
+            # Not just one token was replaced: the edit may have left out some.
             equal = np.flatnonzero(text[start : min(start + NEAR, len(text) - 1)] == text[-1])
             if len(equal):
                 self._source = start + int(equal[0]) + 1

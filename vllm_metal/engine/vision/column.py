@@ -186,7 +186,7 @@ class ImageColumn(PerRequestState):
                 for rows_np, output in self._outputs(span):
                     where.append(rows_np)
                     outputs.append(output)
-                # With heads that draft, also the image that begins behind the step's tokens.
+                # Draft heads also read the image that begins after the step's tokens.
                 for index in self._scheduled.get(span.prompt.req_id, ()):
                     self.encoder.output(span.prompt.images[index])
             except Exception as error:
@@ -201,7 +201,7 @@ class ImageColumn(PerRequestState):
         input_ids = mx.array(inputs.input_ids)
         input_ids[at] = self._padding or 0  # an image's token id may exceed the vocabulary
         embeddings = self._embed(input_ids)
-        # Divided by what the text model multiplies with, rounded as it rounds it.
+        # The text model multiplies by this factor, rounded to its dtype: divide by the same.
         scale = mx.array(self._embed_scale, embeddings.dtype)
         embeddings[at, 0] = (image_rows[:, 0] / scale).astype(embeddings.dtype)
         inputs = replace(inputs, embeddings=embeddings, runs=tuple(runs))

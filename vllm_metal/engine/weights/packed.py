@@ -145,7 +145,7 @@ def affine(
         return (
             (plain.astype(mx.float32) - zeros) * mx.take(scales, group_indices, axis=-1)
         ).astype(dtype)
-    if bits not in AFFINE_BITS:  # such as 7: held in 8 bits
+    if bits not in AFFINE_BITS:  # MLX has no 7 bits, for example: stored in 8
         values = unpack(values, bits) if packed else values
         bits, packed = 8, False
     quantized = values if packed else pack(values, bits)

@@ -20,8 +20,8 @@ from vllm_metal.metrics.step_metrics import measure
 #: bits. With so many, 93 and 97 % of the tokens of this repository's pages are cached, and 97 and
 #: 99 % of its code's (SmolLM2's tokens). Nearly all of the rest come from the system's file cache.
 CACHE_BYTES = 32 << 20
-_BATCHES = 64  # in which a full cache is emptied
-_FREE = np.iinfo(np.int64).max  # of slots that hold no row
+_BATCHES = 64  # a full cache evicts one of so many parts at a time
+_FREE = np.iinfo(np.int64).max  # last use of slots that hold no row
 
 
 class TableError(RuntimeError):

@@ -133,7 +133,7 @@ class RankWorker(MetalWorker):
         from vllm.distributed.parallel_state import get_pp_group
 
         self._link = GroupLink(get_pp_group())
-        # First of all: ranks of other releases may exchange other things, in another order.
+        # First, as ranks of another release may exchange other data, in another order.
         consistency.check(rank_facts.releases(), groups.share)
         machine = machines.find(parallel, self.rank, self.distributed_init_method)
         joined = self.rank, parallel.world_size, machine.host_of_first, groups.share, _CONNECT_S
@@ -186,7 +186,7 @@ class RankWorker(MetalWorker):
     def sample_tokens(self, grammar_output: GrammarOutput | None) -> AsyncModelRunnerOutput:
         if self._returns_results:
             return super().sample_tokens(grammar_output)
-        if self._link.group.is_last_rank:  # it needs the same state as the rank that answers
+        if self._link.group.is_last_rank:  # its state must follow that of the rank that answers
             with _ending_process_on_failure():
                 super().sample_tokens(grammar_output).get_output()
         return LateOutput(partial(StepResult, [], {}))  # the step has ended; nobody reads this

@@ -62,7 +62,7 @@ class MetalWorker(WorkerBase):
     _memory: MemoryPlanner
     _most_failures = MAX_FAILURES_IN_A_ROW
     _awake: KeepAwake | None = None  # None: macOS decides when it sleeps
-    _pool_bytes: int | None = None  # known early where drafts may be left out
+    _pool_bytes: int | None = None  # computed at loading if drafts may be dropped to fit
     _awake_bytes = 0  # bytes that MLX held when the engine was last awake
 
     def init_device(self) -> None:

@@ -13,7 +13,7 @@ MOST_CHANGE = 2.0  # largest factor by which one measurement changes a value
 NEAR = 0.5  # chunks shorter than this share of the limit say little about a chunk at the limit
 PROBE_INTERVAL = 64  # steps with a chunk after which one decode-only step is measured
 PROBE_PATIENCE = 4  # steps until a probe is requested again; one or two steps are in flight
-ENOUGH = 3  # decode-only measurements with as many rows that are needed before chunks take priority
+ENOUGH = 3  # decode-only measurements needed, with as many rows, before chunks take priority
 CONTEXT_UNIT = 256  # tokens; shorter contexts all cost about the same
 
 

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 #: vLLM's name for families that it does not list; their configurations use it.
 MLX_MODEL = "MlxForCausalLM"
-#: Families by the start of an architecture's name. All of their layers keep states, ...
+#: Beginnings of architectures whose layers are all recurrent.
 _ATTENTION_FREE = ("FalconMamba", "Mamba")
-#: ... or some of them.
+#: Beginnings of architectures with some recurrent layers.
 _HYBRID = (
     "AliceAIFor",
     "BailingMoeV2_5For",
@@ -63,10 +63,10 @@ _HYBRID = (
     "Qwen4ExpFor",
     "Zamba2",
 )
-#: Endings of a text model's architecture, and those where it embeds or classifies, ...
+#: Endings of architectures of text models that generate, and of those that embed or classify.
 _GENERATES = ("ForCausalLM", "LMHeadModel")
 _POOLS = ("Model", "ForSequenceClassification", "ForTokenClassification")
-#: ... and those among vLLM's own models that pool which are such decoders and nothing more.
+#: vLLM's own pooling models that are plain decoders, too.
 _POOLING_DECODERS = frozenset(
     {
         "GPT2ForSequenceClassification",

@@ -19,7 +19,7 @@ from vllm_metal.patches.mlx_patches.families.inkling import MaskedWindowCache
 from vllm_metal.patches.mlx_patches.families.norms import TORCH_EPSILON
 from vllm_metal.patches.mlx_patches.replacing import wrap
 
-#: In the names of weights that the module reads in float32 in a model of any dtype.
+#: Part of names of weights that the module reads in float32, whatever the model's dtype.
 _IN_FLOAT32 = ".xsa_alpha"
 
 

@@ -68,7 +68,7 @@ def _mix(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
 
 
 def _of_rows(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
-    # The module bounds what it gathers by the length of a text; a step's tokens are texts of one.
+    # The module limits its gathers by the length of a text, and a step's texts have one token.
     def product(self: Any, x: mx.array) -> mx.array:
         rows = before(self, x.reshape(1, -1, x.shape[-1]))
         return rows.reshape(*x.shape[:-1], -1)
