@@ -83,9 +83,9 @@ def test_other_files_named_on_the_page_exist(name):
         assert (ROOT / name).exists(), name
 
 
-def test_numbers_stand_where_the_page_says():
+def test_constants_are_defined_where_the_page_says():
     page = (ROOT / "docs" / "design.md").read_text()
-    section = page.partition("\n## Where numbers stand\n")[2].partition("\n## ")[0]
+    section = page.partition("\n## Where constants are defined\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| .+? \| (`.+?) \| (`.+?) \|$", section, re.MULTILINE)
     assert len(rows) > 10
     for files, names in rows:
