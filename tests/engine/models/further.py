@@ -25,6 +25,39 @@ _BAILING = {
     "use_qk_norm": True,
     "score_function": "sigmoid",
 }
+# Entries of two tokens and of one, layers that read those of others, and choices that are shared or
+# among the blocks of an earlier one. Widths are no multiples of blocks that the module quantizes.
+V41 = {
+    "num_hidden_layers": 7,
+    "head_dim": 40,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "o_groups": 2,
+    "o_lora_rank": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 7,
+    "compress_ratios": [0, 2, 2, 2, 1, 1, 1],
+    "compress_rope_theta": 700.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 8,
+        "beta_slow": 1,
+    },
+    "kv_source_layer_ids": [1, 4],
+    "index_source_layer_ids": [1, 3, 4, 6],
+    "candidate_source_layer_id": 4,
+    "candidate_topk_blocks": 4,
+    "candidate_block_size": 3,
+    "index_n_heads": 16,
+    "index_head_dim": 24,
+    "index_topk": 8,
+    "swiglu_limit": 0.3,
+    "hc_mult": 3,
+}
 _LATENTS = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
 _LONGCAT = {
     **_LATENTS,
@@ -313,6 +346,7 @@ FAMILIES |= {
             "mamba_step": 2,
         },
     ),
+    "deepseek_v41": Family("deepseek_v41", "DeepseekV41ForCausalLM", V41),
     # Latents with an indexer that selects positions. With few heads of it, scores are often equal.
     "deepseek_v32": Family("deepseek_v32", "DeepseekV32ForCausalLM", MLA | EXPERTS | _INDEXER),
     "glm_moe_dsa": Family(
@@ -329,29 +363,8 @@ FAMILIES |= {
 }
 #: These and the two other tables together.
 ALL = recurrent.FAMILIES | latent.FAMILIES | FAMILIES
-_V41 = {
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "o_groups": 2,
-    "o_lora_rank": 16,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
-    "compress_ratios": [1, 1],
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 8,
-    "hc_mult": 2,
-}
 #: Models of mlx-lm that the paged path rejects, with words of the reason.
 REFUSED = {
-    "deepseek_v41": (
-        Family("deepseek_v41", "DeepseekV41ForCausalLM", _V41),
-        "keeps LayerCache layers",
-    ),
     "phi3small": (
         Family(
             "phi3small",

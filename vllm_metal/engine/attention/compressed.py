@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention to the newest positions and to compressed entries, in MLX's operations (DeepSeek V4).
+"""Attention to the newest positions and to compressed entries, in MLX's operations.
 
-A softmax has both: the keys of a window of positions, and entries that stand for groups of
-positions, all that a token sees or those with the highest scores of an indexer. Keys and entries
-are values, too.
+In DeepSeek V4 and V4.1, a softmax has both: the keys of a window of positions, and entries that
+stand for groups of positions, all that a token sees or those with the highest scores of an indexer.
+Keys and entries are values, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_metal.engine.kv_cache.compressed_rows import Call, CompressedPlan, Com
 from vllm_metal.engine.kv_cache.layer_cache import LayerKVCache
 from vllm_metal.engine.kv_cache.layer_state import joined
 from vllm_metal.engine.kv_cache.sparse_tokens import ABSENT
-from vllm_metal.patches.mlx_patches.seam import Compression, Scoring
+from vllm_metal.patches.mlx_patches.seam import Compression, EntryBlocks, Scoring
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,17 @@ class Stored:
         return rows[..., : self.width]
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What an indexer has chosen, for each call of the plan."""
+
+    #: [n, Q, topk] int32, numbers of entries in order, ABSENT behind the last; None: all, as no
+    #: context has more.
+    numbers: Sequence[mx.array | None]
+    #: The same of blocks of entries, for later indexers.
+    blocks: Sequence[mx.array | None] = ()
+
+
 def in_units(rows: mx.array, heads: int, unit: int) -> mx.array:
     """Returns [N, D] rows as [N, heads, unit], as the pool stores them, padded with zeros."""
     missing = heads * unit - rows.shape[-1]
@@ -59,7 +70,8 @@ def choose(
     weights: mx.array,
     positions: mx.array,
     by: Compression,
-) -> list[mx.array | None]:
+    among: Chosen | None = None,
+) -> Chosen:
     """Chooses the entries that each token attends to, by sum_h w_h * relu(q_h . entry).
 
     Reads each context's entries once for each call. If scores are equal, the first are chosen.
@@ -68,30 +80,62 @@ def choose(
         queries: [T, H, D].
         weights: [T, H], scales included.
         positions: [T] int32.
-
-    Returns:
-        For each call of the plan [n, Q, topk] int32, numbers of entries in order, ABSENT behind the
-        last; None: all, as no context has more.
+        among: an earlier choice, whose blocks have all entries that can be chosen.
     """
     assert by.topk is not None
-    found: list[mx.array | None] = []
+    numbers: list[mx.array | None] = []
+    blocks: list[mx.array | None] = []
     slots = by.slots_of(entries.width)
-    for call in entries.reads.calls:
+    for index, call in enumerate(entries.reads.calls):
         if call.read_slots.shape[1] // slots <= by.topk:
-            found.append(None)
+            numbers.append(None)
+            blocks.append(None)
             continue
         keys = entries.rows_at(call.read_slots, slots).astype(mx.float32).swapaxes(-1, -2)
         given = [_of_call(call, each) for each in (positions, queries, weights)]
+        if among is not None and (limit := among.blocks[index]) is not None:
+            given.append(limit)
         most = sparse.MAX_SCORES // (len(keys) * keys.shape[-1] * queries.shape[1])
         parts: list[mx.array] = []
-        for ours, rows, shares in _cut(given, most, parts):
+        for_later: list[mx.array] = []
+        for ours, rows, shares, *limits in _cut(given, most, parts):
             products = rows.astype(mx.float32).flatten(1, 2) @ keys
             products = mx.maximum(mx.unflatten(products, 1, rows.shape[1:3]), 0)
             total = (shares.astype(mx.float32)[:, :, None] @ products)[:, :, 0]
-            total = mx.where(_seen(total.shape[-1], ours, by), total, -mx.inf)
+            seen = _seen(total.shape[-1], ours, by)
+            if limits and by.blocks is not None:
+                seen &= _within(limits[0], total.shape[-1], by.blocks)
+            total = mx.where(seen, total, -mx.inf)
             parts.append(sparse.largest(total, by.topk))
-        found.append(joined(parts, axis=1))
-    return found
+            if among is None and by.blocks is not None:
+                for_later += _best_blocks(total, ours, by.blocks, by)
+        numbers.append(joined(parts, axis=1))
+        blocks.append(joined(for_later, axis=1) if for_later else None)
+    return Chosen(numbers, blocks)
+
+
+def _best_blocks(
+    scores: mx.array, positions: mx.array, blocks: EntryBlocks, by: Compression
+) -> list[mx.array]:
+    """Chooses blocks by [n, Q, E] scores of entries; returns [n, Q, topk] numbers, or none if no
+    context has more."""
+    missing = -scores.shape[-1] % blocks.size
+    padded = mx.pad(scores, [(0, 0), (0, 0), (0, missing)], constant_values=-mx.inf)
+    best = mx.unflatten(padded, -1, (-1, blocks.size)).max(axis=-1)
+    if best.shape[-1] <= blocks.topk:
+        return []
+    newest = ((positions + 1) // by.size - 1) // blocks.size
+    best = mx.where(mx.arange(best.shape[-1]) == newest[..., None], mx.inf, best)
+    return [sparse.largest(best, blocks.topk)]
+
+
+def _within(numbers: mx.array, count: int, blocks: EntryBlocks) -> mx.array:
+    """Returns [n, Q, count] bool, the entries of blocks with [n, Q, k] numbers."""
+    num_blocks = -(-count // blocks.size)
+    target = mx.where(numbers == ABSENT, num_blocks, numbers)  # one past the last: dropped
+    flags = mx.zeros((*numbers.shape[:-1], num_blocks + 1), mx.bool_)
+    flags = mx.put_along_axis(flags, target, mx.array(True), axis=-1)[..., :num_blocks]
+    return mx.repeat(flags, blocks.size, axis=-1)[..., :count]
 
 
 def attend(
@@ -101,7 +145,7 @@ def attend(
     by: Compression,
     scoring: Scoring,
     entries: Stored | None = None,
-    chosen: Sequence[mx.array | None] | None = None,
+    chosen: Chosen | None = None,
 ) -> mx.array:
     """Attends with [T, H, D] queries at [T] positions; returns [T, H, D].
 
@@ -115,7 +159,7 @@ def attend(
         given = [_of_call(call, each) for each in (positions, queries * scoring.scale)]
         newest = keys.rows_at(call.read_slots).astype(queries.dtype)
         of_entries = None if entries is None else entries.reads.calls[index].read_slots
-        numbers = None if chosen is None else chosen[index]
+        numbers = None if chosen is None else chosen.numbers[index]
         rows = None
         if entries is not None and numbers is None:
             assert of_entries is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of DeepSeek V4: keys of a window, rows of open groups, and compressed entries.
+"""Layers of DeepSeek V4 and V4.1: keys of a window, rows of open groups, and compressed entries.
 
 Each is a layer of its own in the pool, as the caches of one layer of the model. All store rows in
 units of one size, as heads, so that layers of a window free blocks for the entries of whole
@@ -23,7 +23,7 @@ from metal_kernels.paged_attention.buckets import MAX_GATHERED
 from metal_kernels.selfcheck import Case
 from vllm_metal.engine.attention import compressed
 from vllm_metal.engine.attention.attention_layer import AttentionLayer, layout_of_long_contexts
-from vllm_metal.engine.attention.compressed import Stored, in_units
+from vllm_metal.engine.attention.compressed import Chosen, Stored, in_units
 from vllm_metal.engine.attention.paged_cache import PagedCache
 from vllm_metal.engine.kv_cache import compressed_rows
 from vllm_metal.engine.kv_cache.layer_cache import KVBackend, LayerKVCache, parts_of
@@ -48,9 +48,17 @@ class RowLayer(AttentionLayer):
     by: Compression = _NONE
     width: int = 1  # elements of a row
     query_heads: int = 1  # of those who attend to the rows, or choose from them
+    query_dtype: mx.Dtype | None = None  # in which attention computes; None: the model's
 
     @staticmethod
-    def of(name: str, role: Role, by: Compression, width: int, query_heads: int = 1) -> RowLayer:
+    def of(
+        name: str,
+        role: Role,
+        by: Compression,
+        width: int,
+        query_heads: int = 1,
+        query_dtype: mx.Dtype | None = None,
+    ) -> RowLayer:
         units = by.units_of(width)
         of_groups = role in _OF_ENTRIES
         if of_groups and by.size % by.slots_of(width):
@@ -61,15 +69,21 @@ class RowLayer(AttentionLayer):
         heads, kept = (1, None) if of_groups else (units, by.kept)
         sizes = heads, heads, by.unit, kept
         return RowLayer(
-            *(name, *sizes), latent=True, role=role, by=by, width=width, query_heads=query_heads
+            *(name, *sizes),
+            latent=True,
+            role=role,
+            by=by,
+            width=width,
+            query_heads=query_heads,
+            query_dtype=query_dtype,
         )
 
     @cached_property
     def kind(self) -> Hashable:
         by: Hashable = self.by
         if self.role == "keys":  # whatever the entries beside them
-            by = self.by.window, self.by.unit
-        return self.role, by, self.width, self.query_heads
+            by = self.by.window, self.by.unit, self.by.smallest
+        return self.role, by, self.width, self.query_heads, self.query_dtype
 
     def scope(self, state: LayerState) -> StepScope:
         assert isinstance(state, LayerKVCache)
@@ -171,32 +185,42 @@ class RowLayer(AttentionLayer):
                 continue
             tokens = num_reqs * num_rows
             positions = mx.full(tokens, context - 1, mx.int32)
-            queries = mx.zeros((tokens, self.query_heads, self.width), dtype)
+            queries = mx.zeros((tokens, self.query_heads, self.width), self.query_dtype or dtype)
             stored = self._filled(layout, dtype, elements, SCATTER)
             if self.role == "index":
                 weights = mx.zeros(queries.shape[:2])
-                found = compressed.choose(stored, queries, weights, positions, self.by)
-                mx.eval([each for each in found if each is not None])
+                given = stored, queries, weights, positions, self.by
+                found = compressed.choose(*given)
+                if self.by.blocks is not None:  # later layers choose among these blocks
+                    mx.eval(_arrays(found))
+                    found = compressed.choose(*given, found)
+                mx.eval(_arrays(found))
                 continue
             keys, entries = stored, None
             if self.role == "entries":
                 layer = RowLayer.of(self.name, "keys", self.by, self.width)
                 keys, entries = layer._filled(layout, dtype, elements, SCATTER), stored
             scoring = Scoring(1.0, mx.zeros(self.query_heads))
-            given = queries, positions, self.by, scoring, entries, self._chosen(entries)
-            mx.eval(compressed.attend(keys, *given))
+            attending = queries, positions, self.by, scoring, entries, self._chosen(entries)
+            mx.eval(compressed.attend(keys, *attending))
 
-    def _chosen(self, entries: Stored | None) -> list[mx.array | None] | None:
+    def _chosen(self, entries: Stored | None) -> Chosen | None:
         """Returns the first entry as often as a token chooses one."""
         if entries is None or self.by.topk is None:
             return None
         topk, slots = self.by.topk, self.by.slots_of(self.width)
-        return [
-            mx.zeros((call.num_pieces, call.num_tokens, topk), mx.int32)
-            if call.read_slots.shape[1] // slots > topk
-            else None
-            for call in entries.reads.calls
-        ]
+        return Chosen(
+            [
+                mx.zeros((call.num_pieces, call.num_tokens, topk), mx.int32)
+                if call.read_slots.shape[1] // slots > topk
+                else None
+                for call in entries.reads.calls
+            ]
+        )
+
+
+def _arrays(chosen: Chosen) -> list[mx.array]:
+    return [each for each in (*chosen.numbers, *chosen.blocks) if each is not None]
 
 
 class RowCache(PagedCache[PlanT]):
@@ -230,12 +254,18 @@ class RowCache(PagedCache[PlanT]):
         self._width = entries.shape[-1]
 
     def choose_entries(
-        self, entries: mx.array, queries: mx.array, weights: mx.array, by: Compression
-    ) -> list[mx.array | None]:
-        """See AttendingCache. Returns for each call of the plan [n, Q, topk] numbers of entries."""
-        self.write_entries(entries, by)
+        self,
+        entries: mx.array | None,
+        queries: mx.array,
+        weights: mx.array,
+        by: Compression,
+        among: Chosen | None = None,
+    ) -> Chosen:
+        """See AttendingCache."""
+        if entries is not None:
+            self.write_entries(entries, by)
         scored = queries[:, :, 0], weights[:, 0], self._scope.positions
-        return compressed.choose(self.stored, *scored, by)
+        return compressed.choose(self.stored, *scored, by, among)
 
     def attend_to_entries(
         self,
@@ -244,7 +274,7 @@ class RowCache(PagedCache[PlanT]):
         by: Compression,
         scoring: Scoring,
         entries: AttendingCache | None = None,
-        chosen: list[mx.array | None] | None = None,
+        chosen: Chosen | None = None,
     ) -> mx.array:
         """See AttendingCache."""
         self._write(keys[:, 0, 0])
@@ -258,7 +288,8 @@ class RowProbe(AttendingCache):
     """Records what a layer writes to one of these caches; see `layers.Probe`."""
 
     def __init__(self) -> None:
-        self._found: tuple[Role, Compression, int, int] | None = None
+        self._found: tuple[Role, Compression, int] | None = None
+        self._queries: tuple[int, mx.Dtype | None] = 1, None  # heads, and dtype if it is another
 
     @property
     def offset(self) -> mx.array:
@@ -271,17 +302,25 @@ class RowProbe(AttendingCache):
         raise NotImplementedError("the model attends to K and V of compressed attention")
 
     def write_groups(self, rows: mx.array, by: Compression) -> tuple[mx.array, mx.array]:
-        self._found = "groups", by, rows.shape[-1], 1
+        self._found = "groups", by, rows.shape[-1]
         count = 2 * by.size if by.overlap else by.size
         return mx.zeros((1, count, rows.shape[-1]), rows.dtype), mx.zeros(1, mx.int32)
 
     def write_entries(self, entries: mx.array, by: Compression) -> None:
-        self._found = "entries", by, entries.shape[-1], 1
+        self._found = "entries", by, entries.shape[-1]
 
     def choose_entries(
-        self, entries: mx.array, queries: mx.array, weights: mx.array, by: Compression
-    ) -> None:
-        self._found = "index", by, entries.shape[-1], queries.shape[1]
+        self,
+        entries: mx.array | None,
+        queries: mx.array,
+        weights: mx.array,
+        by: Compression,
+        among: Any = None,
+    ) -> Chosen:
+        if entries is not None:
+            self._found = "index", by, entries.shape[-1]
+            self._queries = queries.shape[1], None
+        return Chosen(())
 
     def attend_to_entries(
         self,
@@ -292,9 +331,10 @@ class RowProbe(AttendingCache):
         entries: AttendingCache | None = None,
         chosen: Any = None,
     ) -> mx.array:
-        self._found = "keys", by, keys.shape[-1], queries.shape[1]
-        if isinstance(entries, RowProbe) and entries._found is not None:
-            entries._found = (*entries._found[:3], queries.shape[1])
+        self._found = "keys", by, keys.shape[-1]
+        self._queries = queries.shape[1], None if queries.dtype == keys.dtype else queries.dtype
+        if isinstance(entries, RowProbe):
+            entries._queries = self._queries
         return mx.zeros_like(queries)
 
     def layer(self, name: str) -> RowLayer:
@@ -303,5 +343,4 @@ class RowProbe(AttendingCache):
                 f"does not write to the cache {name}, which is not supported with compressed "
                 "attention"
             )
-        role, by, width, query_heads = self._found
-        return RowLayer.of(name, role, by, width, query_heads)
+        return RowLayer.of(name, *self._found, *self._queries)

@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
-    CacheList,
     KVCache,
     RotatingKVCache,
     make_prompt_cache,
@@ -36,6 +35,7 @@ from vllm_metal.patches.mlx_patches import (
     rotations,
 )
 from vllm_metal.patches.mlx_patches.families.deepseek_v4 import ENTRIES_CACHE, KEYS_CACHE
+from vllm_metal.patches.mlx_patches.families.deepseek_v41 import EntryRows
 from vllm_metal.patches.mlx_patches.families.glm5_next import PooledKeyCache
 from vllm_metal.patches.mlx_patches.families.inkling import MaskedWindowCache
 from vllm_metal.patches.mlx_patches.families.z1t import CountingArraysCache
@@ -254,6 +254,7 @@ PROBES: Mapping[type, Callable[[Any], Probe]] = {
     CountingArraysCache: RecurrentProbe,
     PooledKeyCache: lambda cache: _AttentionProbe(None),
     MaskedWindowCache: lambda cache: _AttentionProbe(cache.window),
+    EntryRows: lambda cache: RowProbe(),
 }
 #: The same by name: mlx-vlm has classes of its own with mlx-lm's names and protocol.
 _BY_NAME = {kind.__name__: probe for kind, probe in PROBES.items()}
@@ -312,7 +313,7 @@ def _layers(model: nn.Module) -> list[StatefulLayer]:
 def _probed(model: nn.Module, num_tokens: int) -> list[Probe | list[Probe]]:
     # Traces a forward of `num_tokens`. A layer with several caches gets a list of probes.
     probes: list[Probe | list[Probe]] = [
-        [_probe(each) for each in cache.caches] if _is_list(cache) else _probe(cache)
+        [_probe(each) for each in cache.caches] if hasattr(cache, "caches") else _probe(cache)
         for cache in make_prompt_cache(model)
     ]
     if len(probes) < len(model.layers):
@@ -364,11 +365,6 @@ def _by_name(probes: Sequence[Probe | list[Probe]]) -> Iterator[tuple[str, Probe
                 yield f"layers.{index}.{number}", probe
         else:
             yield f"layers.{index}", of_layer
-
-
-def _is_list(cache: Any) -> bool:
-    kind = type(cache)
-    return kind is CacheList or (kind.__module__, kind.__name__) == (_OF_MLX_VLM, "CacheList")
 
 
 def _probe(cache: Any) -> Probe:

@@ -37,6 +37,7 @@ _TYPES: Mapping[str, frozenset[str]] = {
     "gemma3n": frozenset(),
     "gpt_oss": frozenset(("linear", "llama3", "yarn")),
     "deepseek_v2": frozenset(("yarn",)),
+    "deepseek_v41": frozenset(("yarn",)),
     "hunyuan": frozenset(("dynamic",)),
     "hunyuan_v1_dense": frozenset(("dynamic",)),
     "minicpm3": frozenset(("longrope",)),
@@ -71,8 +72,8 @@ _ACTIVATIONS: Mapping[str, frozenset[str]] = {
             "openelm phi3 phimoe plamo plamo2 plamo3 qwen qwen2 qwen2_moe qwen3 qwen3_5 qwen3_moe "
             "qwen3_next seed_oss smollm3 solar_open stablelm step3p5 step3p7 talkie "
             "telechat3 xing4_0 youtu_llm flint hrm_text k2_horizon kolibri1 mistral_large3 "
-            "cohere_compass deepseek_v4 ernie4_5_moe_vl glm5_next glm_ocr hy_v4 mllama molmo2 "
-            "qwen4_exp youtu_vl"
+            "cohere_compass deepseek_v4 deepseek_v41 ernie4_5_moe_vl glm5_next glm_ocr hy_v4 "
+            "mllama molmo2 qwen4_exp youtu_vl"
         ),
         _SILU,
     ),

@@ -116,6 +116,14 @@ FIXED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "topk_method": ("noaux_tc",),
         "vision_n_layers": (0,),
     },
+    "deepseek_v41": _UNTIED
+    | {
+        "attention_bias": (False,),
+        "n_shared_experts": (1,),
+        "num_key_value_heads": (1,),
+        "scoring_func": ("sqrtsoftplus", "sigmoid", "softmax"),
+        "topk_method": ("noaux_tc",),
+    },
     "glm_moe_dsa": _UNTIED | {"rope_interleave": (True,), "scoring_func": ("sigmoid",)},
     "gpt2": _TIED | {"scale_attn_by_inverse_layer_idx": (False,), "scale_attn_weights": (True,)},
     "gpt_bigcode": {"multi_query": (True,), "scale_attn_weights": (True,)},

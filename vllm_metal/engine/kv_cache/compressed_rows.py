@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans where layers with compressed entries (DeepSeek V4) write and read rows of the pool.
+"""Plans where layers with compressed entries (DeepSeek V4, V4.1) write and read rows of the pool.
 
 An entry of a group of positions takes the slots of the group's last positions, in a layer of its
 own: so it lies in the block that ends with the group or behind it, whatever a block's size. Texts
@@ -26,7 +26,6 @@ from vllm_metal.patches.mlx_patches.seam import Compression
 
 #: Most tokens of a request that attend together; each such call reads the window before them again.
 MAX_TOKENS = 128
-_SMALLEST = 4  # positions of a group
 #: Entries are padded to so many at least, so that short contexts have the same shapes for long.
 _MIN_ENTRIES = 16
 
@@ -171,7 +170,7 @@ def plan_of_entries(
 
     cut = _cut(layout)
     pieces = _Requests(cut, backend.defers_writes, writes.slot_mapping_np)
-    return replace(cast(Any, plan), compressed=_calls(cut, partial(read_slots, pieces)))
+    return replace(cast(Any, plan), compressed=_calls(cut, by, partial(read_slots, pieces)))
 
 
 def plan_of_keys(
@@ -191,7 +190,7 @@ def plan_of_keys(
     cut = _cut(layout)
     num_tokens_np = np.diff(cut.query_start_loc_np)
     pieces = _Requests(cut, backend.defers_writes, layout.slot_mapping_np)
-    return replace(cast(Any, plan), compressed=_calls(cut, partial(read_slots, pieces)))
+    return replace(cast(Any, plan), compressed=_calls(cut, by, partial(read_slots, pieces)))
 
 
 def _cut(layout: StepLayout) -> StepLayout:
@@ -204,7 +203,7 @@ def _cut(layout: StepLayout) -> StepLayout:
 
 
 def _calls(
-    cut: StepLayout, read_slots: Callable[[np.ndarray, np.ndarray], mx.array]
+    cut: StepLayout, by: Compression, read_slots: Callable[[np.ndarray, np.ndarray], mx.array]
 ) -> CompressedRows:
     """Groups pieces of requests into calls; the groups are the same for all layers.
 
@@ -215,7 +214,7 @@ def _calls(
     positions_np = np.zeros(int(starts_np[-1]), np.int32)
     calls: list[Call] = []
     size = 0
-    for members in _similar(num_tokens_np, cut.seq_lens_np):
+    for members in _similar(num_tokens_np, cut.seq_lens_np // by.smallest):
         queries = PaddedQueries.padded(starts_np[members], num_tokens_np[members])
         positions_np[queries.rows[queries.real]] = size + np.flatnonzero(queries.real)
         size += queries.rows.size
@@ -228,9 +227,12 @@ def _calls(
     return CompressedRows(tuple(calls), None if in_order else mx.array(positions_np))
 
 
-def _similar(num_tokens_np: np.ndarray, lens_np: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields indices of pieces of similar shape, in groups that one padded call may hold."""
-    entries_np = np.maximum(lens_np // _SMALLEST, _MIN_ENTRIES)
+def _similar(num_tokens_np: np.ndarray, entries_np: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields indices of pieces of similar shape, in groups that one padded call may hold.
+
+    entries_np: most entries that any layer has of the pieces' contexts.
+    """
+    entries_np = np.maximum(entries_np, _MIN_ENTRIES)
     shapes = np.ceil(np.log2(num_tokens_np)) * 64 + np.ceil(np.log2(entries_np))
     for shape in np.unique(shapes):
         members = np.flatnonzero(shapes == shape)

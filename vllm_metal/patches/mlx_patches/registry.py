@@ -21,6 +21,7 @@ from vllm_metal.patches.mlx_patches.families import (
     arrays,
     cohere_compass,
     deepseek_v4,
+    deepseek_v41,
     experts,
     falcon_h1,
     falcon_ocr,
@@ -132,6 +133,7 @@ PATCHES: Patches = {
 PAGED: Patches = {
     "afm7": (shared_kv.afm7,),
     "baichuan_m1": (states.baichuan_m1,),
+    "deepseek_v41": (deepseek_v41.deepseek_v41,),
     "iquestloopcoder": (shared_kv.iquestloopcoder,),
     "llama4": (llama4.llama4,),
     "longcat_flash_ngram": (states.longcat_flash_ngram,),

@@ -77,6 +77,18 @@ def num_positions(choice: Choice) -> int:
     return choice if isinstance(choice, int) else choice.num_positions
 
 
+class EntryBlocks(NamedTuple):
+    """How an indexer limits the choice of later ones to blocks of entries (DeepSeek V4.1).
+
+    A context's entries are cut into blocks of `size`. A token's later choices are among the entries
+    of its `topk` blocks with the highest scores; a block has that of its best entry. The block with
+    the newest entry is always one of them.
+    """
+
+    size: int  # entries of a block
+    topk: int  # blocks
+
+
 class Compression(NamedTuple):
     """How a layer attends to its newest positions, and to compressed entries (DeepSeek V4).
 
@@ -91,6 +103,8 @@ class Compression(NamedTuple):
     size: int = 0  # positions of a group; 0: there are no entries
     overlap: bool = False  # an entry is also computed from the rows of the group before
     topk: int | None = None  # entries that a token attends to, chosen by an indexer; None: all
+    blocks: EntryBlocks | None = None  # which its indexer chooses for later ones, or among
+    smallest: int = 4  # positions of the model's smallest groups
 
     def units_of(self, width: int) -> int:
         """Returns how many units a row of `width` elements takes."""
@@ -214,17 +228,23 @@ class AttendingCache(ABC):
         raise NotImplementedError(f"{type(self).__name__} does not keep entries")
 
     def choose_entries(
-        self, entries: mx.array, queries: mx.array, weights: mx.array, by: Compression
+        self,
+        entries: mx.array | None,
+        queries: mx.array,
+        weights: mx.array,
+        by: Compression,
+        among: Any = None,
     ) -> Any:
         """Writes an indexer's entries, and chooses those that each row attends to; see `choose`.
 
         Args:
-            entries: [E, D], see `write_entries`.
+            entries: [E, D], see `write_entries`; None: an earlier layer has written them.
             queries: [T, H, 1, D].
             weights: [T, 1, H], scales included.
+            among: choice of an earlier indexer, whose blocks limit this one; see `EntryBlocks`.
 
         Returns:
-            What `attend_to_entries` of the same step takes.
+            What `attend_to_entries` and, with `by.blocks`, `among` of the same step take.
         """
         raise NotImplementedError(f"{type(self).__name__} does not choose entries")
 

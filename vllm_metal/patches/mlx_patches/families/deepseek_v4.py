@@ -106,7 +106,7 @@ def _read_rope(args: Any) -> None:
     if scaled.get("rope_type", "default") != "default":
         # transformers derives another factor in parameters that it has nested, only there.
         args.rope_scaling = {"attention_factor": None, **scaled} if "compress" in given else scaled
-    _check_scaling(args.rope_scaling or {})
+    check_scaling(args.rope_scaling or {})
     share = of_entries.get("partial_rotary_factor", args.partial_rotary_factor)
     if share is not None:
         args.qk_rope_head_dim = int(args.head_dim * share)
@@ -118,7 +118,8 @@ def _read_rope(args: Any) -> None:
         )
 
 
-def _check_scaling(scaling: Mapping[str, Any]) -> None:
+def check_scaling(scaling: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the keys are those of YaRN that the modules read."""
     types = ("rope_type", "type")
     for key, value in sorted(scaling.items(), key=lambda item: item[0] not in types):
         if key in types:
