@@ -17,7 +17,7 @@ from vllm_metal.engine.attention.compressed_layer import RowLayer
 from vllm_metal.engine.kv_cache import compressed_rows
 from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.scatter import SCATTER
-from vllm_metal.patches.mlx_patches.seam import Compression, Scoring
+from vllm_metal.patches.mlx_patches.seam import Compression, EntryBlocks, Scoring
 
 #: Tokens of each request in the step, and in its context: decodes, one of which ends a group, a
 #: prompt that begins, drafts, and a short text.
@@ -25,12 +25,16 @@ REQUESTS = [(1, 70), (1, 64), (20, 23), (4, 41), (1, 3)]
 HEADS, WIDTH, INDEX_HEADS, INDEX_WIDTH, UNIT, SCALE = 3, 40, 2, 12, 16, 0.5
 SINKS = np.array([0.7, -1.5, 1.2], np.float32)
 #: All entries of groups as large as several blocks hold, and of smaller ones; the entries of an
-#: indexer, of which the first requests have more than a token attends to.
+#: indexer, of which the first requests have more than a token attends to; and those of one position
+#: each, chosen by a second indexer from the blocks that a first one chooses.
 CASES = {
     "window": Compression(window=7, kept=40, unit=UNIT),
     "all": Compression(7, 40, UNIT, size=8),
     "large groups": Compression(7, 40, UNIT, size=20),
     "chosen": Compression(7, 40, UNIT, size=4, overlap=True, topk=5),
+    "among blocks": Compression(
+        *(7, 40, WIDTH), size=1, topk=5, blocks=EntryBlocks(size=3, topk=3), smallest=1
+    ),
 }
 
 
@@ -72,7 +76,7 @@ class Layers:
         state, by = self.caches[name][0], self.by
         heads = len(state.keys.elements)
         held = np.zeros(NUM_BLOCKS * BLOCK, bool)
-        found = np.full((len(held), heads, UNIT), np.nan, np.float32)
+        found = np.full((len(held), heads, by.unit), np.nan, np.float32)
         for index, (table, length) in enumerate(
             zip(self.layout.block_tables_np, self.layout.seq_lens_np, strict=True)
         ):
@@ -80,14 +84,14 @@ class Layers:
             if name in ("keys", "groups"):
                 source = {"keys": self.rows, "groups": self.parts}[name][index][:before]
                 written = slots_of(table, np.arange(before))
-                found[written] = padded(source, heads)
+                found[written] = padded(source, heads, by.unit)
             else:
                 source = {"entries": self.entries, "index": self.index}[name][index]
                 slots = by.slots_of(source.shape[1])
                 ends = before // by.size
                 positions = np.arange(1, ends + 1)[:, None] * by.size + np.arange(-slots, 0)
                 written = slots_of(table, positions.ravel())
-                found[written] = padded(source[:ends], slots).reshape(-1, 1, UNIT)
+                found[written] = padded(source[:ends], slots, by.unit).reshape(-1, 1, by.unit)
             held[written] = True
         return held, found
 
@@ -125,6 +129,9 @@ class Layers:
                     index = np.stack([self.index[o][first // by.size] for o, first in of])
                     asked = index_queries[:, :, None], weights[:, None]
                     chosen = caches["index"].choose_entries(mx.array(index), *asked, by)
+                if by.blocks is not None:
+                    others = -asked[0], asked[1]
+                    chosen = caches["index"].choose_entries(None, *others, by, chosen)
             out = caches["keys"].attend_to_entries(
                 queries[:, :, None],
                 keys[:, None, None],
@@ -144,6 +151,13 @@ class Layers:
         if by.topk is not None and len(numbers) > by.topk:
             keys = self.index[owner][numbers].astype(np.float64)
             scores = weights @ np.maximum(index_query @ keys.T, 0)
+            if by.blocks is not None:
+                best = np.full(-(-len(numbers) // by.blocks.size), -np.inf)
+                np.maximum.at(best, numbers // by.blocks.size, scores)
+                best[-1] = np.inf  # the newest
+                kept = np.argsort(-best, kind="stable")[: by.blocks.topk]
+                scores = weights @ np.maximum(-index_query @ keys.T, 0)
+                scores[~np.isin(numbers // by.blocks.size, kept)] = -np.inf
             numbers = np.sort(np.argsort(-scores, kind="stable")[: by.topk])
         values.append(self.entries[owner][numbers])
         rows = np.concatenate(values).astype(np.float64)
@@ -151,9 +165,9 @@ class Layers:
         return numbers, shares / (shares.sum(1) + np.exp(SINKS))[:, None] @ rows
 
 
-def padded(rows, units):
-    missing = units * UNIT - rows.shape[1]
-    return np.pad(rows, ((0, 0), (0, missing))).reshape(len(rows), units, UNIT)
+def padded(rows, units, unit):
+    missing = units * unit - rows.shape[1]
+    return np.pad(rows, ((0, 0), (0, missing))).reshape(len(rows), units, unit)
 
 
 def inputs_of(count):
@@ -223,7 +237,7 @@ def test_a_step_of_prompts_drafts_and_decodes(name, backend, most_bytes, most_to
     assert np.array_equal(layers.run(given)[0], results[0])
 
 
-@pytest.mark.parametrize("name", ["large groups", "chosen"])
+@pytest.mark.parametrize("name", ["large groups", "chosen", "among blocks"])
 def test_positions_that_only_the_device_knows(name):
     """The host counts three drafts that were rejected, and the end of a group with them."""
     with kernel.using(metal_interpreter.metal_kernel):

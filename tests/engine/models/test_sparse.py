@@ -21,10 +21,12 @@ from engine.models import of_mlx_vlm
 from engine.models.further import FAMILIES
 from engine.models.nested import FAMILIES as NESTED
 from engine.models.published import FAMILIES as PUBLISHED
-from engine.models.published import VOCAB, configuration, log_probabilities, make, write
+from engine.models.published import VOCAB, configuration, make, write
+from engine.models.published import log_probabilities as of_transformers
 from engine.models.recurrent import make_model
 from engine.models.test_executor import BLOCK
 from engine.models.test_latent_prompts import Served
+from engine.models.v41_formulas import Formulas
 from mlx_lm.models.cache import make_prompt_cache
 from transformers import GlmMoeDsaConfig, MiniMaxM3VLConfig
 
@@ -46,12 +48,14 @@ pytestmark = pytest.mark.usefixtures("unfused")
 
 #: Families that choose positions, one that chooses blocks of them for each K/V head, and two that
 #: choose groups beside layers with states, of latents and of K/V. DeepSeek V4's chooses entries
-#: that stand for four positions each, beside others for 128 and a window.
+#: that stand for four positions each, beside others for 128 and a window. V4.1's chooses entries of
+#: six positions and of one, which several layers share, as their choices.
 DSA, HY4, M3, GLM5, V4 = "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "glm5_next", "deepseek_v4"
-QWEN4 = "qwen4_exp"
-NAMES = (DSA, HY4, M3, GLM5, V4, QWEN4)
+QWEN4, V41 = "qwen4_exp", "deepseek_v41"
+NAMES = (DSA, HY4, M3, GLM5, V4, QWEN4, V41)
 WITH_STATES = GLM5, QWEN4
-TOPK, BLOCK_OF_M3, GROUP = 24, 12, 6  # a block of the pool is no multiple of the last two
+TOPK = 24
+BLOCK_OF_M3, GROUP, BLOCK_OF_V41 = 12, 6, 3  # a block of the pool is no multiple of them
 #: Each prompt's length, and how it is cut up: the last chunk is what remains.
 PROMPTS = [(540, (512,)), (90, (31, 32)), (60, (1, 1, 20, 1)), (40, (7,) * 5), (20, (3,))]
 TOLERANCE = 1e-3  # of log-probabilities in float32
@@ -67,8 +71,21 @@ def name(request):
     return request.param
 
 
+def log_probabilities(theirs, prompts):
+    if isinstance(theirs, Formulas):  # without a class of transformers
+        return [normalized(theirs.logits(prompt)) for prompt in prompts]
+    return of_transformers(theirs, prompts)
+
+
 def small(name, topk, **changes):
     """Makes transformers' model whose tokens attend to at most `topk` positions."""
+    if name == V41:  # mlx-lm's; as few blocks as have so many entries
+        topk //= 2
+        sizes = {"index_topk": topk, "candidate_topk_blocks": -(-(topk - 1) // BLOCK_OF_V41) + 1}
+        sizes |= {"vocab_size": VOCAB, "candidate_block_size": BLOCK_OF_V41}
+        sizes |= {"compress_ratios": [0, 6, 6, 6, 1, 1, 1]}
+        family = FAMILIES[V41]
+        return make_model(replace(family, config=family.config | sizes | changes), drawn=True)
     changes |= {"max_position_embeddings": 640}
     if name not in (M3, *WITH_STATES):
         topk //= 4 if name == V4 else 1
@@ -93,6 +110,8 @@ def published(tmp_path_factory):
             with torch.no_grad():
                 for layer in model.model.language_model.layers[1:]:
                     layer.self_attn.indexer.q_norm.weight.fill_(-1)  # queries are zero
+        if name == V41:
+            return model, Formulas(model)
         folder = tmp_path_factory.mktemp("published")
         write(model, folder)
         return lazy_model(folder, mx.float32), model
@@ -126,8 +145,8 @@ def in_chunks(served):
     ("name", "topk"),
     [
         *((DSA, TOPK), (DSA, 64), (HY4, TOPK), (M3, TOPK), (M3, 64), (GLM5, TOPK), (V4, TOPK)),
-        (QWEN4, TOPK),
-        *(pytest.param(name, 64, marks=pytest.mark.more) for name in (HY4, GLM5, V4, QWEN4)),
+        *((QWEN4, TOPK), (V41, TOPK)),
+        *(pytest.param(name, 64, marks=pytest.mark.more) for name in (HY4, GLM5, V4, QWEN4, V41)),
     ],
 )
 def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
@@ -138,9 +157,13 @@ def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
     for found, wanted in zip(in_chunks(Served(ours, name, texts())), expected, strict=True):
         assert farthest(found, wanted) <= TOLERANCE
         assert np.array_equal(found.argmax(-1), wanted.argmax(-1))
+    if name == V41:
+        for text, wanted in zip(texts(), expected, strict=True):
+            dense = ours(mx.array([text]), cache=make_prompt_cache(ours))[0]
+            assert farthest(dense, wanted) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", [DSA, M3, GLM5, V4, QWEN4])
+@pytest.mark.parametrize("name", [DSA, M3, GLM5, V4, QWEN4, V41])
 def test_of_equal_scores_earlier_positions_are_chosen(published, name, monkeypatch):
     """With two heads, many scores are zero, and torch's `topk` does not state which it takes."""
     heads = {QWEN4: {"indexer_n_heads": 2}, M3: {"equal_scores": True}}
@@ -158,6 +181,8 @@ def test_of_equal_scores_earlier_positions_are_chosen(published, name, monkeypat
     for found, wanted in zip(in_chunks(Served(ours, name, texts()))[1:], expected, strict=True):
         assert farthest(found, wanted) <= TOLERANCE
     monkeypatch.undo()
+    if name == V41:
+        theirs = Formulas(ours, last=True)
     others = log_probabilities(theirs, texts()[1:])
     assert max(np.abs(one - other).max() for one, other in zip(expected, others, strict=True)) > 1
 
@@ -167,6 +192,7 @@ def test_of_equal_scores_earlier_positions_are_chosen(published, name, monkeypat
     [
         *itertools.product((DSA, HY4, M3), (TOPK - 2, TOPK + 30, 2 * BLOCK - 2)),
         *((V4, TOPK + 30), (V4, 126)),  # before the end of a group of 4, and of 128
+        *((V41, TOPK + 30), (V41, 2 * BLOCK - 4)),  # before one of six, and behind one
         pytest.param(V4, 2 * BLOCK - 2, marks=pytest.mark.more),
     ],
 )
@@ -204,6 +230,7 @@ def with_shared_blocks(model, name, prompts, num_blocks):
     [
         *itertools.product((DSA, HY4, M3), (1, 2, 4)),
         *((V4, 7), (V4, 9)),  # before and behind the end of a group of 128
+        *((V41, 3), (V41, 4)),  # at the end of a group of six, and within one
         *(pytest.param(V4, count, marks=pytest.mark.more) for count in (1, 4)),
     ],
 )
@@ -224,6 +251,35 @@ def test_a_prefix_that_is_found_or_filled_beside_it(published, name, num_blocks)
         assert farthest(found[1], expected[1][begin : begin + 25]) <= TOLERANCE
 
 
+#: Four layers of each kind of DeepSeek V4.1's, whose rows are rounded.
+ROUNDED = {
+    "num_hidden_layers": 4,
+    "compress_ratios": [0, 2, 1, 1],
+    "kv_source_layer_ids": [1, 2],
+    "index_source_layer_ids": [1, 2, 3],
+    "candidate_source_layer_id": 2,
+    "candidate_topk_blocks": 2,
+    "index_topk": 4,
+    "head_dim": 32,
+    "index_head_dim": 32,
+}
+
+
+def test_rows_of_deepseek_v41_are_rounded(monkeypatch):
+    """By weights with which no value is near a threshold."""
+    family = FAMILIES[V41]
+    model = make_model(replace(family, config=family.config | ROUNDED), seed=46, drawn=True)
+    formulas, text = Formulas(model), np.random.default_rng(3).integers(0, 64, 16).tolist()
+    expected = normalized(formulas.logits(text))
+    assert formulas.closest > 5e-5
+    served, found = Served(model, V41, [text]), []
+    for begin, end in itertools.pairwise((0, 1, 6, 7, 16)):
+        found += served.step([begin], {0: end - begin}).values()
+    assert farthest(np.concatenate(found), expected) <= TOLERANCE
+    monkeypatch.setattr(Formulas, "rounded", lambda self, x, *_, **__: x)
+    assert farthest(formulas.logits(text), expected) > 100 * TOLERANCE
+
+
 def shifted(largest):
     """Shifts each chosen position back by one."""
 
@@ -234,7 +290,7 @@ def shifted(largest):
 
 
 @pytest.mark.parametrize(
-    "name", [DSA, M3, GLM5, V4, QWEN4, pytest.param(HY4, marks=pytest.mark.more)]
+    "name", [DSA, M3, GLM5, V4, V41, QWEN4, pytest.param(HY4, marks=pytest.mark.more)]
 )
 def test_other_positions_say_something_else(published, name, monkeypatch):
     ours, theirs = published(name)
@@ -243,7 +299,7 @@ def test_other_positions_say_something_else(published, name, monkeypatch):
     found = in_chunks(Served(ours, name, texts()))
     changed = [np.mean(o.argmax(-1) != e.argmax(-1)) for o, e in zip(found, expected, strict=True)]
     assert all(share > (0.1 if name == QWEN4 else 0.2) for share in changed[:3]), changed
-    if name != V4:  # whose entries are chosen from those of longer texts, too
+    if name not in (V4, V41):  # whose entries are chosen from those of longer texts, too
         assert changed[-1] == 0  # as long as the number of chosen positions
 
 
@@ -467,6 +523,10 @@ def of_kernels(name):
         sizes = {"head_dim": 256, "index_head_dim": 64, "qk_rope_head_dim": 32}
         layers = {"num_hidden_layers": 2, "compress_ratios": [4, 128], "num_hash_layers": 1}
         return make_model(replace(family, config=family.config | sizes | layers), drawn=True)
+    if name == V41:
+        family = FAMILIES[V41]
+        sizes = {"head_dim": 128, "index_head_dim": 64, "qk_rope_head_dim": 32}
+        return make_model(replace(family, config=family.config | sizes), drawn=True)
     family = of_mlx_vlm.FAMILIES[HY4] if name == HY4 else FAMILIES[name]
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
     config = family.config | sizes | {"num_hidden_layers": 2}
@@ -479,13 +539,17 @@ def of_kernels(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("deepseek_v32", V4),
+        *("deepseek_v32", V4, V41),
         *(pytest.param(each, marks=pytest.mark.more) for each in (HY4, M3, *WITH_STATES)),
     ],
 )
-def test_our_kernels_write_and_gather(name):
+def test_our_kernels_write_and_gather(name, monkeypatch):
     """Runs chunks, a decode and a short text."""
     model = of_kernels(name)
+    if name == V41:  # float32 near a threshold would be rounded to either side
+        for rounds in ("_fake_quant_fp8", "_fake_quant_fp4"):
+            module = sys.modules[type(model).__module__]
+            monkeypatch.setattr(module, rounds, lambda x, *_, **__: x)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(0, 64, length).tolist() for length in (30, 12)]
     dense = [np.array(model(mx.array([p]), cache=make_prompt_cache(model))[0]) for p in prompts]
