@@ -31,7 +31,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from transformers import GlmMoeDsaConfig, MiniMaxM3VLConfig
 
 from metal_kernels import kernel
-from vllm_metal.engine.attention import paged_cache, sparse
+from vllm_metal.engine.attention import compressed, paged_cache, sparse
 from vllm_metal.engine.attention.compressed_layer import RowLayer
 from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import attention_layers
@@ -41,7 +41,7 @@ from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
 from vllm_metal.engine.models.loader import lazy_model
 from vllm_metal.patches.mlx_patches import registry
-from vllm_metal.patches.mlx_patches.families import hy_v4
+from vllm_metal.patches.mlx_patches.families import deepseek_v41, hy_v4
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 pytestmark = pytest.mark.usefixtures("unfused")
@@ -278,6 +278,39 @@ def test_rows_of_deepseek_v41_are_rounded(monkeypatch):
     assert farthest(np.concatenate(found), expected) <= TOLERANCE
     monkeypatch.setattr(Formulas, "rounded", lambda self, x, *_, **__: x)
     assert farthest(formulas.logits(text), expected) > 100 * TOLERANCE
+
+
+def test_half_precision_pools_keep_rows_of_groups_in_two_parts(monkeypatch):
+    """As precise as 16 bits of mantissa, as entries are computed in float32."""
+    model = make_model(FAMILIES[V41], drawn=True)
+    model.set_dtype(mx.bfloat16)
+    for layer in model.layers:  # MLX's CPU backend gathers only float32
+        layer.self_attn.o_a_proj.set_dtype(mx.float32)
+        layer.mlp.experts.set_dtype(mx.float32)
+    model.lm_head.set_dtype(mx.float32)  # NumPy has no bfloat16
+    seen, groups_of = [], deepseek_v41._groups
+
+    def noting(compressor, x, cache, by):
+        found, firsts = groups_of(compressor, x, cache, by)
+        seen.append((found.gate, compressor.gate_proj(x.astype(mx.float32)), by.size))
+        return found, firsts
+
+    monkeypatch.setattr(deepseek_v41, "_groups", noting)
+    served = Served(model, V41, [texts()[1]], elements=mx.bfloat16)
+    served.step([0], {0: 24})
+    found, expected, size = seen[-1]
+    expected = np.array(expected).reshape(found.shape)
+    assert found.shape[1] == size and found.dtype == mx.float32
+    np.testing.assert_allclose(np.array(found), expected, rtol=2**-15, atol=2**-20)
+
+
+def test_blocks_limit_later_choices(published, monkeypatch):
+    ours, theirs = published(V41)
+    expected = log_probabilities(theirs, texts())
+    monkeypatch.setattr(compressed, "_within", lambda numbers, count, _: mx.ones(count, mx.bool_))
+    found = in_chunks(Served(ours, V41, texts()))
+    changed = [np.mean(o.argmax(-1) != e.argmax(-1)) for o, e in zip(found, expected, strict=True)]
+    assert changed[0] > 0.1, changed
 
 
 def shifted(largest):
