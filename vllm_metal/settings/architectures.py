@@ -10,6 +10,7 @@ from vllm_metal.settings.mlx_vlm_models import TEXT_ARCHITECTURES
 
 #: Multimodal models whose text part (or its MTP layers) can be served by itself.
 TEXT_PARTS = (
+    "DeepseekV41ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
     "Gemma3nForConditionalGeneration",

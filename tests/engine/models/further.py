@@ -346,7 +346,7 @@ FAMILIES |= {
             "mamba_step": 2,
         },
     ),
-    "deepseek_v41": Family("deepseek_v41", "DeepseekV41ForCausalLM", V41),
+    "deepseek_v41": Family("deepseek_v41", "DeepseekV41ForCausalLM", {"text_config": V41}),
     # Latents with an indexer that selects positions. With few heads of it, scores are often equal.
     "deepseek_v32": Family("deepseek_v32", "DeepseekV32ForCausalLM", MLA | EXPERTS | _INDEXER),
     "glm_moe_dsa": Family(

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx_lm.models
 from engine.models import further
 
+from vllm_metal.engine.attention.compressed_layer import RowLayer
 from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import (
     AttentionLayer,
@@ -14,6 +15,8 @@ from vllm_metal.engine.attention.layers import (
     SequenceLayer,
 )
 
+#: What layers keep of compressed attention, by their roles.
+_ROLES = {"keys": "sliding-window keys", "index": "index keys"}
 #: Small models of one module: the table's, and variants.
 _VARIANTS = ("qwen3_next, large states",)
 
@@ -44,6 +47,8 @@ def kind(layer) -> str:
         return "recurrent state"
     if isinstance(layer, IndexLayer):
         return "index keys"
+    if isinstance(layer, RowLayer):
+        return _ROLES.get(layer.role, "compressed entries")
     assert isinstance(layer, AttentionLayer)
     if layer.latent:
         return "MLA latents"

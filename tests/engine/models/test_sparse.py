@@ -77,6 +77,11 @@ def log_probabilities(theirs, prompts):
     return of_transformers(theirs, prompts)
 
 
+def of_v41(**changes):
+    family = FAMILIES[V41]
+    return replace(family, config={"text_config": family.config["text_config"] | changes})
+
+
 def small(name, topk, **changes):
     """Makes transformers' model whose tokens attend to at most `topk` positions."""
     if name == V41:  # mlx-lm's; as few blocks as have so many entries
@@ -84,8 +89,7 @@ def small(name, topk, **changes):
         sizes = {"index_topk": topk, "candidate_topk_blocks": -(-(topk - 1) // BLOCK_OF_V41) + 1}
         sizes |= {"vocab_size": VOCAB, "candidate_block_size": BLOCK_OF_V41}
         sizes |= {"compress_ratios": [0, 6, 6, 6, 1, 1, 1]}
-        family = FAMILIES[V41]
-        return make_model(replace(family, config=family.config | sizes | changes), drawn=True)
+        return make_model(of_v41(**sizes | changes), drawn=True)
     changes |= {"max_position_embeddings": 640}
     if name not in (M3, *WITH_STATES):
         topk //= 4 if name == V4 else 1
@@ -267,8 +271,7 @@ ROUNDED = {
 
 def test_rows_of_deepseek_v41_are_rounded(monkeypatch):
     """By weights with which no value is near a threshold."""
-    family = FAMILIES[V41]
-    model = make_model(replace(family, config=family.config | ROUNDED), seed=46, drawn=True)
+    model = make_model(of_v41(**ROUNDED), seed=46, drawn=True)
     formulas, text = Formulas(model), np.random.default_rng(3).integers(0, 64, 16).tolist()
     expected = normalized(formulas.logits(text))
     assert formulas.closest > 5e-5
@@ -557,9 +560,8 @@ def of_kernels(name):
         layers = {"num_hidden_layers": 2, "compress_ratios": [4, 128], "num_hash_layers": 1}
         return make_model(replace(family, config=family.config | sizes | layers), drawn=True)
     if name == V41:
-        family = FAMILIES[V41]
         sizes = {"head_dim": 128, "index_head_dim": 64, "qk_rope_head_dim": 32}
-        return make_model(replace(family, config=family.config | sizes), drawn=True)
+        return make_model(of_v41(**sizes), drawn=True)
     family = of_mlx_vlm.FAMILIES[HY4] if name == HY4 else FAMILIES[name]
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
     config = family.config | sizes | {"num_hidden_layers": 2}

@@ -37,6 +37,7 @@ REASONS = {
 #: Text parts of multimodal models and the draft heads of such: served without images and sound.
 TEXT_PARTS = {
     "CohereCompassForConditionalGeneration",
+    "DeepseekV41ForCausalLM",
     "Ernie4_5_VLMoeForConditionalGeneration",
     "GlmOcrForConditionalGeneration",
     "HfMoondream",

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from mlx_lm.models.base import BaseModelArgs
 
 from vllm_metal.patches.mlx_patches.families.deepseek_v4 import check_scaling
 from vllm_metal.patches.mlx_patches.replacing import wrap
@@ -49,12 +51,41 @@ class _Groups(NamedTuple):
 
 def deepseek_v41(module: ModuleType) -> None:
     """Patches the arguments, the caches and the attention."""
-    wrap(module.ModelArgs, "__post_init__", partial(_checking, module._shared_reads))
+    _nest_arguments(module)
+    wrap(module.TextArgs, "__post_init__", partial(_checking, module._shared_reads))
     wrap(module.Attention, "__init__", _keeping_arguments)
     wrap(module.Attention, "__call__", partial(_attending, module))
     wrap(module.Compressor, "__call__", _pooling)
     wrap(module.TextModel, "__call__", partial(_with_rows, module))
     wrap(module.TextModel, "make_cache", _making_caches)
+
+
+def _nest_arguments(module: Any) -> None:
+    """Makes arguments with the text's keys in `text_config`, as published, and as others have them.
+
+    Keys of a config.json that has none are the text's.
+    """
+    text: Any = module.ModelArgs
+
+    @dataclass
+    class ModelArgs(BaseModelArgs):
+        model_type: str = "deepseek_v41"
+        text_config: dict[str, Any] | None = None
+
+        @classmethod
+        def from_dict(cls, params: dict[str, Any]) -> Any:
+            nested = "text_config" in params
+            return super().from_dict(params if nested else {"text_config": params})
+
+        def __post_init__(self) -> None:
+            self.text = text.from_dict(self.text_config or {})
+
+    def with_text(before: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, args: before(self, args.text)
+
+    ModelArgs.__module__ = text.__module__
+    module.TextArgs, module.ModelArgs = text, ModelArgs
+    wrap(module.Model, "__init__", with_text)
 
 
 def _checking(
