@@ -252,7 +252,7 @@ def disk_options(folder):
 @pytest.mark.parametrize(
     "name",
     [
-        *("glm_moe_dsa", "minimax_m3_vl", "glm5_next", "deepseek_v4", "qwen4_exp"),
+        *("glm_moe_dsa", "minimax_m3_vl", "glm5_next", "deepseek_v4", "deepseek_v41", "qwen4_exp"),
         pytest.param("hy_v4", marks=pytest.mark.slow),
     ],
 )

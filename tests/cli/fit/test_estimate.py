@@ -154,12 +154,16 @@ def test_layers_that_share_a_choice_of_positions_keep_no_index_keys(name, latent
 
 
 @pytest.mark.more
-def test_entries_of_groups_take_a_slot_in_each_block(tmp_path):
+@pytest.mark.parametrize("name", ["deepseek_v4", "deepseek_v41"])
+def test_entries_of_groups_take_a_slot_in_each_block(name, tmp_path):
     """One page of all layers' entries, as wide as the widest rows that windows keep."""
-    family = of_mlx_vlm.FAMILIES["deepseek_v4"]
+    family = (further.FAMILIES | of_mlx_vlm.FAMILIES)[name]
     path = Path(write_model(family, tmp_path))
     found = estimate(read(path, torch.bfloat16), settings(path, torch.bfloat16), MAC)
-    widest = 4 * (family.config["head_dim"] + family.config["index_head_dim"])
+    sizes = family.config.get("text_config", family.config)
+    widest = 4 * sizes["head_dim"]  # V4.1's are values and gates of an entry, in two parts each
+    if name == "deepseek_v4":
+        widest += 4 * sizes["index_head_dim"]
     assert found.needs.block_bytes == found.block_size * widest * 2
     assert found.measured.attention > 0
 

@@ -23,7 +23,7 @@ from engine.models.nested import FAMILIES as NESTED
 from engine.models.published import FAMILIES as PUBLISHED
 from engine.models.published import VOCAB, configuration, make, write
 from engine.models.published import log_probabilities as of_transformers
-from engine.models.recurrent import make_model
+from engine.models.recurrent import config_of, make_model
 from engine.models.test_executor import BLOCK
 from engine.models.test_latent_prompts import Served
 from engine.models.v41_formulas import Formulas
@@ -40,6 +40,7 @@ from vllm_metal.engine.config_json.published_config import as_read
 from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
 from vllm_metal.engine.models.loader import lazy_model
+from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.patches.mlx_patches import registry
 from vllm_metal.patches.mlx_patches.families import deepseek_v41, hy_v4
 from vllm_metal.patches.mlx_patches.seam import Scoring
@@ -493,6 +494,35 @@ def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
         return
     assert arguments.from_dict(config).indexer_types == derived
     assert GlmMoeDsaConfig(num_hidden_layers=4, **kinds).indexer_types == derived
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"engram_layer_ids": [1]}, r"engram_layer_ids=\[1\].*Choose a checkpoint without"),
+        ({"sliding_window": 0}, "sliding_window=0"),
+        ({"o_groups": 3}, "o_groups=3.*num_attention_heads=4"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+        ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 1.2}}, "attention_factor=1.2"),
+        ({"compress_ratios": [0, 2, 2, 1, 1, 1, 1]}, "layer 3 reads entries or choices of layer 1"),
+        ({"kv_source_layer_ids": [0, 1, 4]}, r"kv_source_layer_ids=.*no groups for \[0\]"),
+        ({"candidate_topk_blocks": 3}, "candidate_topk_blocks=3.*index_topk=8"),
+        ({"scoring_func": "relu"}, "scoring_func='relu'"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"n_shared_experts": 2}, "n_shared_experts=2"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        # Of layers that draft, and of no layer.
+        ({"dspark_markov_rank": 256, "engram_n_heads": 8, "num_nextn_predict_layers": 3}, None),
+    ],
+)
+def test_settings_of_deepseek_v41_that_are_not_computed_are_rejected(keys, message):
+    config = config_of(of_v41(**keys)) | {"vision_config": {"hidden_size": 8}}
+    _, arguments = registry.classes(config)
+    if message is None:
+        arguments.from_dict(config | as_read(config, V41, arguments))
+        return
+    with pytest.raises((ValueError, ModelLoadError), match=message):
+        arguments.from_dict(config | as_read(config, V41, arguments))
 
 
 @pytest.mark.parametrize("name", [DSA, HY4, M3])
