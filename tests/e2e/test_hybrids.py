@@ -369,6 +369,7 @@ def test_engines_in_processes_of_their_own_prefill_and_decode(folders, name, blo
 #: Families that mlx-lm divides by heads: one with states, two whose index keys each rank has. Of
 #: MiniMax M3's indexer, a rank has the heads that choose for its K/V heads.
 BY_HEADS = {"qwen3_5_text": {"num_key_value_heads": 2}, "deepseek_v32": {}, "minimax_m3_vl": {}}
+V41 = "deepseek_v41"  # another one, without a class of transformers
 
 
 @pytest.mark.usefixtures("spawned")
@@ -379,7 +380,7 @@ BY_HEADS = {"qwen3_5_text": {"num_key_value_heads": 2}, "deepseek_v32": {}, "min
         *(pytest.param(name, marks=pytest.mark.more) for name in ("qwen3_5_text", "minimax_m3_vl")),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("deepseek_v32", "falcon_h1", "qwen3_next", "lfm2", "jamba", "mamba2")
+            for name in ("deepseek_v32", "falcon_h1", "qwen3_next", "lfm2", "jamba", "mamba2", V41)
         ),
         pytest.param("recurrent_gemma", marks=pytest.mark.slow),
     ],
@@ -391,6 +392,9 @@ def test_ranks_of_an_engine_in_its_own_process(folders, name, block_size, tmp_pa
         changes = BY_HEADS[name] | {"vocab_size": VOCAB}
         made = published.make(published.FAMILIES[name], **changes)
         shape, model = {"tensor_parallel_size": 2}, published.write(made, tmp_path / "model")
+    if name == V41:
+        drawn = write_model(further.FAMILIES[name], tmp_path, drawn=True)
+        shape, model = {"tensor_parallel_size": 2}, drawn
     dense, prompts = Dense(model), prompts_of(8)
     with hybrid_engine(model, block_size=block_size, **shape) as llm:
         for _ in range(2):
