@@ -292,14 +292,14 @@ def test_half_precision_pools_keep_rows_of_groups_in_two_parts(monkeypatch):
         layer.self_attn.o_a_proj.set_dtype(mx.float32)
         layer.mlp.experts.set_dtype(mx.float32)
     model.lm_head.set_dtype(mx.float32)  # NumPy has no bfloat16
-    seen, groups_of = [], deepseek_v41._groups
+    seen, groups_of = [], deepseek_v41.write_groups
 
     def noting(compressor, x, cache, by):
         found, firsts = groups_of(compressor, x, cache, by)
         seen.append((found.gate, compressor.gate_proj(x.astype(mx.float32)), by.size))
         return found, firsts
 
-    monkeypatch.setattr(deepseek_v41, "_groups", noting)
+    monkeypatch.setattr(deepseek_v41, "write_groups", noting)
     served = Served(model, V41, [texts()[1]], elements=mx.bfloat16)
     served.step([0], {0: 24})
     found, expected, size = seen[-1]
@@ -311,7 +311,7 @@ def test_half_precision_pools_keep_rows_of_groups_in_two_parts(monkeypatch):
 def test_blocks_limit_later_choices(published, monkeypatch):
     ours, theirs = published(V41)
     expected = log_probabilities(theirs, texts())
-    monkeypatch.setattr(compressed, "_within", lambda numbers, count, _: mx.ones(count, mx.bool_))
+    monkeypatch.setattr(compressed, "in_blocks", lambda numbers, count, _: mx.ones(count, mx.bool_))
     found = in_chunks(Served(ours, V41, texts()))
     changed = [np.mean(o.argmax(-1) != e.argmax(-1)) for o, e in zip(found, expected, strict=True)]
     assert changed[0] > 0.1, changed

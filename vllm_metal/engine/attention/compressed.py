@@ -104,7 +104,7 @@ def choose(
             total = (shares.astype(mx.float32)[:, :, None] @ products)[:, :, 0]
             seen = _seen(total.shape[-1], ours, by)
             if limits and by.blocks is not None:
-                seen &= _within(limits[0], total.shape[-1], by.blocks)
+                seen &= in_blocks(limits[0], total.shape[-1], by.blocks)
             total = mx.where(seen, total, -mx.inf)
             parts.append(sparse.largest(total, by.topk))
             if among is None and by.blocks is not None:
@@ -129,7 +129,7 @@ def _best_blocks(
     return [sparse.largest(best, blocks.topk)]
 
 
-def _within(numbers: mx.array, count: int, blocks: EntryBlocks) -> mx.array:
+def in_blocks(numbers: mx.array, count: int, blocks: EntryBlocks) -> mx.array:
     """Returns [n, Q, count] bool, the entries of blocks with [n, Q, k] numbers."""
     num_blocks = -(-count // blocks.size)
     target = mx.where(numbers == ABSENT, num_blocks, numbers)  # one past the last: dropped

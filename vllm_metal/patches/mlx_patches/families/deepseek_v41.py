@@ -290,7 +290,7 @@ def _write(
     groups, firsts = None, positions
     if by.size > 1:
         *others, of_groups = others
-        groups, firsts = _groups(layer.compressor, x, of_groups, by)
+        groups, firsts = write_groups(layer.compressor, x, of_groups, by)
     computed = _Computed(groups)
     layer._compress(x, start_pos=firsts, cache=computed, shared={})
     entries.write_entries(computed.compress_kv[:, 0].astype(x.dtype), by)
@@ -302,7 +302,7 @@ def _write(
     return keys
 
 
-def _groups(
+def write_groups(
     compressor: Any, x: mx.array, cache: AttendingCache, by: Compression
 ) -> tuple[_Groups, mx.array]:
     """Writes rows of [T, 1, hidden] and reads those of the groups that may end.
