@@ -23,15 +23,15 @@ from engine.models.nested import FAMILIES as NESTED
 from engine.models.published import FAMILIES as PUBLISHED
 from engine.models.published import VOCAB, configuration, make, write
 from engine.models.published import log_probabilities as of_transformers
-from engine.models.recurrent import config_of, make_model
+from engine.models.recurrent import make_model
 from engine.models.test_executor import BLOCK
 from engine.models.test_latent_prompts import Served
-from engine.models.v41_formulas import Formulas
+from engine.models.v41_formulas import Formulas, of_v41
 from mlx_lm.models.cache import make_prompt_cache
 from transformers import GlmMoeDsaConfig, MiniMaxM3VLConfig
 
 from metal_kernels import kernel
-from vllm_metal.engine.attention import compressed, paged_cache, sparse
+from vllm_metal.engine.attention import paged_cache, sparse
 from vllm_metal.engine.attention.compressed_layer import RowLayer
 from vllm_metal.engine.attention.index_layer import IndexLayer
 from vllm_metal.engine.attention.layers import attention_layers
@@ -40,9 +40,8 @@ from vllm_metal.engine.config_json.published_config import as_read
 from vllm_metal.engine.kv_cache.kernels import KERNELS
 from vllm_metal.engine.kv_cache.scatter import ScatterKVCache
 from vllm_metal.engine.models.loader import lazy_model
-from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.patches.mlx_patches import registry
-from vllm_metal.patches.mlx_patches.families import deepseek_v41, hy_v4
+from vllm_metal.patches.mlx_patches.families import hy_v4
 from vllm_metal.patches.mlx_patches.seam import Scoring
 
 pytestmark = pytest.mark.usefixtures("unfused")
@@ -76,11 +75,6 @@ def log_probabilities(theirs, prompts):
     if isinstance(theirs, Formulas):  # without a class of transformers
         return [normalized(theirs.logits(prompt)) for prompt in prompts]
     return of_transformers(theirs, prompts)
-
-
-def of_v41(**changes):
-    family = FAMILIES[V41]
-    return replace(family, config={"text_config": family.config["text_config"] | changes})
 
 
 def small(name, topk, **changes):
@@ -254,67 +248,6 @@ def test_a_prefix_that_is_found_or_filled_beside_it(published, name, num_blocks)
         found = served.step([before, begin], {0: 40, 1: 25})
         assert farthest(found[0], expected[0][before : before + 40]) <= TOLERANCE
         assert farthest(found[1], expected[1][begin : begin + 25]) <= TOLERANCE
-
-
-#: Four layers of each kind of DeepSeek V4.1's, whose rows are rounded.
-ROUNDED = {
-    "num_hidden_layers": 4,
-    "compress_ratios": [0, 2, 1, 1],
-    "kv_source_layer_ids": [1, 2],
-    "index_source_layer_ids": [1, 2, 3],
-    "candidate_source_layer_id": 2,
-    "candidate_topk_blocks": 2,
-    "index_topk": 4,
-    "head_dim": 32,
-    "index_head_dim": 32,
-}
-
-
-def test_rows_of_deepseek_v41_are_rounded(monkeypatch):
-    """By weights with which no value is near a threshold."""
-    model = make_model(of_v41(**ROUNDED), seed=46, drawn=True)
-    formulas, text = Formulas(model), np.random.default_rng(3).integers(0, 64, 16).tolist()
-    expected = normalized(formulas.logits(text))
-    assert formulas.closest > 5e-5
-    served, found = Served(model, V41, [text]), []
-    for begin, end in itertools.pairwise((0, 1, 6, 7, 16)):
-        found += served.step([begin], {0: end - begin}).values()
-    assert farthest(np.concatenate(found), expected) <= TOLERANCE
-    monkeypatch.setattr(Formulas, "rounded", lambda self, x, *_, **__: x)
-    assert farthest(formulas.logits(text), expected) > 100 * TOLERANCE
-
-
-def test_half_precision_pools_keep_rows_of_groups_in_two_parts(monkeypatch):
-    """As precise as 16 bits of mantissa, as entries are computed in float32."""
-    model = make_model(FAMILIES[V41], drawn=True)
-    model.set_dtype(mx.bfloat16)
-    for layer in model.layers:  # MLX's CPU backend gathers only float32
-        layer.self_attn.o_a_proj.set_dtype(mx.float32)
-        layer.mlp.experts.set_dtype(mx.float32)
-    model.lm_head.set_dtype(mx.float32)  # NumPy has no bfloat16
-    seen, groups_of = [], deepseek_v41.write_groups
-
-    def noting(compressor, x, cache, by):
-        found, firsts = groups_of(compressor, x, cache, by)
-        seen.append((found.gate, compressor.gate_proj(x.astype(mx.float32)), by.size))
-        return found, firsts
-
-    monkeypatch.setattr(deepseek_v41, "write_groups", noting)
-    served = Served(model, V41, [texts()[1]], elements=mx.bfloat16)
-    served.step([0], {0: 24})
-    found, expected, size = seen[-1]
-    expected = np.array(expected).reshape(found.shape)
-    assert found.shape[1] == size and found.dtype == mx.float32
-    np.testing.assert_allclose(np.array(found), expected, rtol=2**-15, atol=2**-20)
-
-
-def test_blocks_limit_later_choices(published, monkeypatch):
-    ours, theirs = published(V41)
-    expected = log_probabilities(theirs, texts())
-    monkeypatch.setattr(compressed, "in_blocks", lambda numbers, count, _: mx.ones(count, mx.bool_))
-    found = in_chunks(Served(ours, V41, texts()))
-    changed = [np.mean(o.argmax(-1) != e.argmax(-1)) for o, e in zip(found, expected, strict=True)]
-    assert changed[0] > 0.1, changed
 
 
 def shifted(largest):
@@ -494,35 +427,6 @@ def test_kinds_of_indexers_are_derived_as_transformers_does(kinds, derived):
         return
     assert arguments.from_dict(config).indexer_types == derived
     assert GlmMoeDsaConfig(num_hidden_layers=4, **kinds).indexer_types == derived
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"engram_layer_ids": [1]}, r"engram_layer_ids=\[1\].*Choose a checkpoint without"),
-        ({"sliding_window": 0}, "sliding_window=0"),
-        ({"o_groups": 3}, "o_groups=3.*num_attention_heads=4"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-        ({"rope_scaling": {"rope_type": "yarn", "attention_factor": 1.2}}, "attention_factor=1.2"),
-        ({"compress_ratios": [0, 2, 2, 1, 1, 1, 1]}, "layer 3 reads entries or choices of layer 1"),
-        ({"kv_source_layer_ids": [0, 1, 4]}, r"kv_source_layer_ids=.*no groups for \[0\]"),
-        ({"candidate_topk_blocks": 3}, "candidate_topk_blocks=3.*index_topk=8"),
-        ({"scoring_func": "relu"}, "scoring_func='relu'"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-        ({"n_shared_experts": 2}, "n_shared_experts=2"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        # Of layers that draft, and of no layer.
-        ({"dspark_markov_rank": 256, "engram_n_heads": 8, "num_nextn_predict_layers": 3}, None),
-    ],
-)
-def test_settings_of_deepseek_v41_that_are_not_computed_are_rejected(keys, message):
-    config = config_of(of_v41(**keys)) | {"vision_config": {"hidden_size": 8}}
-    _, arguments = registry.classes(config)
-    if message is None:
-        arguments.from_dict(config | as_read(config, V41, arguments))
-        return
-    with pytest.raises((ValueError, ModelLoadError), match=message):
-        arguments.from_dict(config | as_read(config, V41, arguments))
 
 
 @pytest.mark.parametrize("name", [DSA, HY4, M3])

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek V4.1's forward of a whole text in NumPy and float64, token by token where it chooses."""
 
+from dataclasses import replace
+
 import numpy as np
+from engine.models.further import FAMILIES
 from mlx.utils import tree_flatten
 
 _E4M3, _E2M1 = (3, -6, 448.0), (1, 0, 6.0)  # bits of mantissa, least exponent, largest value
+
+
+def of_v41(**changes):
+    """Returns the small model's family with other keys of config.json."""
+    family = FAMILIES["deepseek_v41"]
+    return replace(family, config={"text_config": family.config["text_config"] | changes})
 
 
 def softmax(scores):

@@ -122,7 +122,7 @@ def _check_sources(args: Any, shared_reads: Callable[[Any, int], dict[str, int]]
     """Rejects layers whose entries, keys and choices would be of groups of different sizes."""
     ratios = [_ratio(args, layer) for layer in range(args.num_hidden_layers)]
     for key in ("kv_source_layer_ids", "index_source_layer_ids"):
-        if wrong := [layer for layer in getattr(args, key) if not any(ratios[layer : layer + 1])]:
+        if wrong := [layer for layer in getattr(args, key) if 0 in ratios[layer : layer + 1]]:
             raise ValueError(
                 f"{key}={list(getattr(args, key))} of config.json is not supported: "
                 f"compress_ratios has no groups for {wrong}. Choose another checkpoint"
@@ -169,7 +169,8 @@ def _keeping_arguments(before: Callable[..., None]) -> Callable[..., None]:
 def compression(layer: Any) -> Compression:
     """Returns how an attention layer stores and reads its context."""
     args, layer_id = layer.given
-    sources = {_ratio(args, source) for source in args.kv_source_layer_ids}
+    layers = range(args.num_hidden_layers)
+    sources = {_ratio(args, source) for source in args.kv_source_layer_ids if source in layers}
     kept = max(args.sliding_window, *sources) if sources else args.sliding_window
     slots = math.gcd(_MOST_SLOTS, *sources)
     blocks = None
