@@ -23,9 +23,7 @@ class Row:
     key: str
     value: Callable[[Config], Any]  # returns None if the config does not determine it
     families: tuple[str, ...] = ()  # modules of mlx-lm; empty: all that read the key
-    always: bool = (
-        False  # also replaces the config's value, which may be outdated or in another form
-    )
+    always: bool = False  # also if the config has a value, which may be outdated or in another form
     no_default: bool = False  # only for modules that require the key; others have a better default
 
 
