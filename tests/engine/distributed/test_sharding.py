@@ -58,7 +58,7 @@ def test_quantized_weights(of_ranks):
 def test_heads_that_do_not_divide_are_refused(of_ranks):
     for found in of_ranks:
         assert found["step3p5"]["refused"].startswith(
-            "--tensor-parallel-size 2 does not divide num_kv_heads 1 of 'step3p5'"
+            "--tensor-parallel-size 2 does not divide num_kv_heads=1 of 'step3p5'"
         )
 
 
