@@ -76,7 +76,13 @@ def default_drafts(args: EngineArgs, model: ModelConfig) -> dict[str, Any] | Non
 
 
 def _is_supported(content: Mapping[str, Any]) -> bool:
-    """Whether all keys of an assistant's config.json are computed; of others the loader knows."""
+    """Whether all keys about the drafter in its config.json are computed; the loader knows some."""
+    if (key := mtp_folders.unknown_key(content)) is not None:
+        logger.warning(
+            "Serving without drafts: %s in config.json is not supported. %s hides this",
+            *(key, OFF_SWITCH),
+        )
+        return False
     if not mtp_folders.is_assistant(content):
         return True
     from vllm_metal.engine.spec_decode.assistant_config import AssistantConfig  # reads it with MLX

@@ -22,7 +22,7 @@ from vllm_metal.cli.fit.estimate import Model
 from vllm_metal.engine.attention.context_layer import ContextLayer
 from vllm_metal.engine.kv_cache.formats import MLX_DTYPES
 from vllm_metal.engine.models.loader import weight_bytes
-from vllm_metal.engine.models.mtp_families import ENDS, MTP_FAMILIES
+from vllm_metal.engine.models.mtp_families import MTP_FAMILIES
 from vllm_metal.engine.models.mtp_weights import mtp_weights
 from vllm_metal.engine.spec_decode import block_config, mtp_folders, packed_network
 from vllm_metal.engine.spec_decode.assistant import Assistant
@@ -128,6 +128,8 @@ class MTPDrafter:
         found = None if folder is None else mtp_folders.layers_of(folder)
         if found is None or not mtp_folders.is_depth_supported(content := published(found)):
             return None
+        if mtp_folders.unknown_key(content) is not None:  # it is served without
+            return None
         if mtp_folders.is_assistant(content):
             try:
                 AssistantConfig.of(content)
@@ -159,14 +161,14 @@ class MTPDrafter:
         )
         of_target = family, model.parts.model, args.num_hidden_layers
         weights, layers = 0, []
-        for index in range(mtp_folders.num_drafting(content)):
+        for index in range(min(mtp_folders.num_drafting(content), self.num_drafts)):
             head, states = build_layer(family, args, content, dtype, index)
             placed = mtp_weights(cast("VllmConfig", config), *of_target, head, index)
             layers += states
             weights += sum(
                 array.nbytes
                 for name, array in placed.arrays.items()
-                if not index or family.numbers_on or not name.startswith(ENDS)
+                if not index or family.numbers_on or not name.startswith(family.shared)
             )
         return replace(model, draft_weights=weights, draft_layers=layers)
 

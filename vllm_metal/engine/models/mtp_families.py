@@ -26,6 +26,8 @@ BlockBuilder = Callable[[Any, Mapping[str, Any], int], Built]
 ENDS = ("embedding_norm", "hidden_norm", "fc", "norm")
 #: Conversions of a multimodal checkpoint put this before the names of its text model.
 _OF_TEXT = "language_model."
+#: Inkling's object of keys of MTP layers in config.json.
+_NESTED = "mtp_config"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class MTPFamily:
     split_names: Mapping[str, str | None] | None = None
     hidden_first: bool = False  # `fc` reads the hidden state before the embedding, not after it
     reads_normed: bool = True  # reads the target's states after its last norm, not before it
+    norms_states: bool = False  # the target's module returns its states before its last norm
     feeds_normed: bool = True  # its next pass reads its own output after `norm`, not before it
     masks_first: bool = True  # trained with a zero embedding at the first position of a text
     #: Layer i of several in a checkpoint drafts token i, as vLLM computes it
@@ -58,6 +61,18 @@ class MTPFamily:
     #: vLLM's class takes a checkpoint only if its config.json states one MTP layer.
     has_one_layer: bool = False
     eps: str = "rms_norm_eps"  # mlx-lm's argument with the epsilon of the norms
+    #: Parts that all MTP layers of a checkpoint share, unless `numbers_on`.
+    shared: tuple[str, ...] = ENDS
+    #: Key of config.json that is true if the layers have `norm`; None: they have.
+    norm_key: str | None = None
+    #: Prefix of a regular layer's names, as the family reads them in published files; None: the
+    #: module's own.
+    published: str | None = None
+    #: Drafts by default, if a layer drafts a single token even in a checkpoint without others;
+    #: None: such a layer drafts all tokens.
+    default_drafts: int | None = None
+    #: Known keys of `mtp_config` in config.json, an object with the keys of the MTP layers.
+    keys: tuple[str, ...] = ()
 
     @property
     def numbers_on(self) -> bool:
@@ -67,6 +82,14 @@ class MTPFamily:
     def takes(self, depth: int) -> bool:
         """Whether a checkpoint with this number of MTP layers is supported."""
         return depth == 1 or not self.has_one_layer
+
+    def unknown_key(self, content: Mapping[str, Any]) -> str | None:
+        """Returns the key and value in a config.json that says how MTP layers compute, and that is
+        not supported; None: there is none."""
+        given = content.get(_NESTED) or {}
+        if self.keys and (unknown := [key for key in given if key not in self.keys]):
+            return f"{_NESTED}.{unknown[0]}={given[unknown[0]]}"
+        return None
 
     def num_drafting(self, depth: int, is_split: bool) -> int:
         """Returns how many of a checkpoint's MTP layers draft a token each; 1: the first does all.
@@ -102,6 +125,11 @@ class MTPFamily:
         return f"block.{rest}"
 
 
+def mtp_keys(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json with the keys of MTP layers: vLLM moves them from `mtp_config`."""
+    return content.get(_NESTED) or content
+
+
 def _mimo_block(args: Any, config: Mapping[str, Any], _: int) -> Built:
     from mlx_lm.models import mimo
 
@@ -131,6 +159,23 @@ def _exaone_moe_block(args: Any, config: Mapping[str, Any], index: int) -> Built
     # Always dense and with rotary positions, which mlx-lm only gives to windowed layers.
     args = dataclasses.replace(args, layer_types=["sliding_attention"], is_moe_layer=[False])
     return exaone_moe.DecoderLayer(args, 0), (None if kind == "full_attention" else window,)
+
+
+def _inkling_block(args: Any, config: Mapping[str, Any], index: int) -> Built:
+    # Dense, with full or windowed attention. As in vLLM's class, and unlike in the target, scores do
+    # not grow with the position (`log_scaling_n_floor`).
+    from vllm_metal.engine.models.convolved_layer import ConvolvedLayer
+
+    language = import_module("mlx_vlm.models.inkling.language")
+    is_local = index in (mtp_keys(config).get("local_layer_ids") or ())
+    args = dataclasses.replace(
+        args,
+        layer_types=["hybrid_sliding" if is_local else "hybrid"],
+        mlp_layer_types=["dense"],
+        log_scaling_n_floor=None,
+    )
+    layer = language.InklingDecoderLayer(args, 0)
+    return ConvolvedLayer(layer), (args.sliding_window_size if is_local else None,)
 
 
 _PATTERN = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
@@ -290,5 +335,34 @@ MTP_FAMILIES: Mapping[str, MTPFamily] = {
         is_stack=True,
         has_one_layer=True,
         eps="layer_norm_epsilon",
+    ),
+    # vLLM's class, transformers' MtpModel and mlx-vlm's drafter agree on the arrays, but not on the
+    # norms. This follows vLLM, whose acceptance is the highest on published weights: a layer reads
+    # embeddings as the target's first layer does, after its `embed_norm` (transformers and mlx-vlm
+    # leave that out), and hidden states after the target's last norm; the head reads a layer's
+    # output without the target's norm (mlx-vlm applies it).
+    "InklingMTPModel": MTPFamily(
+        "Inkling",
+        ("inkling_mm_model",),
+        "model.mtp.",
+        {
+            "layers.{}.embed_norm": "embedding_norm",
+            "layers.{}.hidden_norm": "hidden_norm",
+            "layers.{}.input_proj": "fc",
+            "layers.{}.transformer_block": "block.layer",
+            "layers": None,  # other MTP layers'
+            "chain_norm": "norm",
+        },
+        _inkling_block,
+        hidden_first=True,
+        norms_states=True,
+        masks_first=False,
+        one_per_draft=True,
+        shared=("norm",),
+        norm_key="chain_hidden_post_norm",
+        published="model.llm.layers.0.",
+        # Checkpoints have eight, and few texts have so many drafts accepted at once.
+        default_drafts=3,
+        keys=("num_nextn_predict_layers", "local_layer_ids", "chain_hidden_post_norm"),
     ),
 }

@@ -8,6 +8,7 @@ experts, splits MLA projections, decodes fp8 and shifts norms.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from vllm_metal.patches.mlx_patches.families.text_models import stacked
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_BLOCK = "block."  # before the names of the decoder layer's own arrays
+_BLOCK = re.compile(r"^block\.(layer\.)?")  # before the names of the decoder layer's own arrays
 #: Families recognize a converted checkpoint by its shape.
 _CONVOLUTION = "conv1d.weight"
 _PUBLISHED, _CONVERTED = (1, 1, 2), (1, 2, 1)  # shapes of one
@@ -82,7 +83,7 @@ def mtp_weights(
         prefix = prefix.removesuffix("layers.0.")
 
     def sanitize(_: nn.Module, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-        read = _read_as_a_layer(model, prefix, arrays, family.norms_from_zero)
+        read = _read_as_a_layer(model, family, prefix, arrays)
         read.pop(_CONVOLUTION, None)
         return read
 
@@ -92,14 +93,16 @@ def mtp_weights(
 
 
 def _read_as_a_layer(
-    model: nn.Module, prefix: str, arrays: dict[str, mx.array], norms_from_zero: bool
+    model: nn.Module, family: MTPFamily, prefix: str, arrays: dict[str, mx.array]
 ) -> dict[str, mx.array]:
     # Runs the family's `sanitize` under a regular layer's names, and returns the former names.
     sanitize = getattr(model, "sanitize", None)
     if sanitize is None:
         return stacked(model, arrays)
-    given = {f"{prefix}{name.removeprefix(_BLOCK)}": array for name, array in arrays.items()}
-    ends = [name for name in arrays if not name.startswith(_BLOCK)]
+    published = family.published or prefix
+    given = {f"{published}{_BLOCK.sub('', name)}": array for name, array in arrays.items()}
+    ends = [name for name in arrays if not _BLOCK.match(name)]
+    block = next((found[0] for name in arrays if (found := _BLOCK.match(name))), "")
     found = {
         name.removeprefix(prefix): array
         for name, array in sanitize(dict(given)).items()
@@ -108,10 +111,10 @@ def _read_as_a_layer(
     layer_norm = "input_layernorm.weight"
     moved = found.get(layer_norm) is not given.get(f"{prefix}{layer_norm}")
     # The family shifts norms of regular layers only, so the head's own norms follow suit here.
-    if norms_from_zero and moved:
+    if family.norms_from_zero and moved:
         found |= {name: found[name] + 1.0 for name in _NORMS if name in found}
     return stacked(
-        model, {name if name in ends else f"{_BLOCK}{name}": array for name, array in found.items()}
+        model, {name if name in ends else f"{block}{name}": array for name, array in found.items()}
     )
 
 

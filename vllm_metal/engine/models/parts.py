@@ -189,6 +189,16 @@ class ModelParts:
             raise NotImplementedError(_NO_EMBEDDING)
         return self._embedding
 
+    @property
+    def final_norm(self) -> nn.Module:
+        """The model's last norm, before its head."""
+        return cast(nn.Module, (self._decoder or self.model).norm)
+
+    @property
+    def embedding_norm(self) -> nn.Module | None:
+        """The norm that the model applies to token embeddings, but not to images'; None: none."""
+        return self._embedding_norm
+
     def embedding_scale(self) -> float:
         """Returns the factor that the model applies to its embeddings (as Gemma does).
 

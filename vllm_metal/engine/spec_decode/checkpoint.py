@@ -54,6 +54,11 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
                 f"{content['model_type']}. Set it to 1 if the checkpoint has one, or choose "
                 "another method."
             )
+        if not is_unread and (key := mtp_folders.unknown_key(content)) is not None:
+            raise ValueError(
+                f"{key} in config.json is not supported with {_OPTION} method 'mtp'. Choose "
+                "another method."
+            )
         count = None if is_unread else default_mtp_drafts(content)
     elif method in block_config.METHODS:
         most = block_config.most_drafts(published(Path(str(model))), method)
@@ -67,6 +72,8 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
 
 def default_mtp_drafts(content: Mapping[str, Any]) -> int:
     """Default number of drafts for MTP layers, from their checkpoint's config.json."""
+    if (of_family := mtp_folders.default_drafts(content)) is not None:
+        return of_family
     if mtp_folders.depth_of(content) < 2:
         return DEFAULT_MTP_DRAFTS
     return mtp_folders.num_drafting(content)
@@ -161,7 +168,8 @@ def _of_depth(speculation: SpeculativeConfig, has_store: bool) -> dict[str, bool
     several = "" if most > 1 else ", and only the first is served for this family"
     return {
         f"{_OPTION} num_speculative_tokens {asked} (config.json states {depth} MTP layers, each "
-        f"of which drafts one token{several}: choose {most} or fewer)": depth > 1 and asked > most,
+        f"of which drafts one token{several}: choose {most} or fewer)": asked > most
+        and (depth > 1 or family.default_drafts is not None),
         f"{_OPTION} num_speculative_tokens {asked} with several MTP layers and a KV connector "
         "(K/V of a page would depend on later tokens: choose 1)": (
             has_store and min(most, asked) > 1

@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 class Head(nn.Module):
     """Predicts token i + 2 from the target's hidden state at i and token i + 1; its K/V are at i.
 
-    `embed_tokens` and `lm_head` are the target's unless the checkpoint has its own.
+    `embed_tokens` and `lm_head` are the target's unless the checkpoint has its own. `target_norm` is
+    the target's last norm, if its decoder leaves that to its head.
     """
 
     input_size: int  # of the target's hidden states
+    num_tokens: int | None = None  # tokens of the target, if `lm_head` has rows of padding, too
 
     def combine(self, hidden: mx.array) -> mx.array:
         """Maps the target's hidden states, [T, input_size], to the head's input, [T, H]."""
-        return hidden
+        return self.target_norm(hidden) if "target_norm" in self else hidden
 
     def rotate_by_three(self, axes: Axes) -> Rotation | None:
         """Makes the head's layers apply M-RoPE, with a pass's rotation (`vision.rotation`).
@@ -63,4 +65,7 @@ class Head(nn.Module):
 
     def tokens(self, out: mx.array) -> mx.array:
         """[N] int32, the likeliest token of each of [N, H] outputs, as the target's ids."""
-        return mx.argmax(self.lm_head(out), axis=-1).astype(mx.int32)
+        logits = self.lm_head(out)
+        if self.num_tokens is not None:
+            logits = logits[..., : self.num_tokens]
+        return mx.argmax(logits, axis=-1).astype(mx.int32)

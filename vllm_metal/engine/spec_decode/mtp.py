@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from vllm_metal.engine.attention.attention_layer import AttentionLayer
+from vllm_metal.engine.attention.conv_input_layer import ConvInputLayer
 from vllm_metal.engine.attention.layers import decoder_layers
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer
 from vllm_metal.engine.models import loader
-from vllm_metal.engine.models.mtp_families import ENDS, MTP_FAMILIES, MTPFamily
+from vllm_metal.engine.models.convolved_layer import ConvolvedLayer
+from vllm_metal.engine.models.mtp_families import MTP_FAMILIES, MTPFamily, mtp_keys
 from vllm_metal.engine.models.mtp_weights import mtp_weights
 from vllm_metal.engine.models.parts import HiddenStates, ModelParts
 from vllm_metal.engine.spec_decode.head import Head
@@ -88,10 +91,17 @@ def build_layer(
             an unsupported key or value; the message continues the layer's name.
     """
     block, windows = family.build_block(args, config, index)
+    head = MTPHead(family, args, block)
+    if family.norm_key is not None and not mtp_keys(config).get(family.norm_key):
+        head.norm = nn.Identity()
+    if isinstance(block, ConvolvedLayer):
+        named = {f"{LAYER_PREFIX}layers.{index}.0": windows[0]}
+        (layer,) = decoder_layers(block, named, args.hidden_size, dtype)
+        assert isinstance(layer, AttentionLayer)
+        return head, [layer, *ConvInputLayer.beside(layer, block.num_input_layers, block.taps)]
     first = index * len(windows)
     named = {f"{LAYER_PREFIX}layers.{first + i}": window for i, window in enumerate(windows)}
-    layers = decoder_layers(block, named, args.hidden_size, dtype)
-    return MTPHead(family, args, block), layers
+    return head, decoder_layers(block, named, args.hidden_size, dtype)
 
 
 class MTP(HeadNetwork):
@@ -119,10 +129,14 @@ class MTP(HeadNetwork):
         heads = [head for head, _ in found]
         if not family.numbers_on:
             for other in heads[1:]:
-                other.update_modules({name: heads[0][name] for name in ENDS})
+                other.update_modules({name: heads[0][name] for name in family.shared})
         head: Head = MTPChain(heads) if count > 1 else heads[0]
         head.embed_tokens = target.input_embedding
-        head.lm_head = target.output_head
+        if target.embedding_norm is not None:
+            head.embed_tokens = nn.Sequential(target.input_embedding, target.embedding_norm)
+        head.lm_head, head.num_tokens = target.output_head, target.num_logits
+        if family.norms_states:
+            head.target_norm = target.final_norm
         last = None if family.reads_normed else (len(target.model.layers),)
         layers = [layer for _, of_head in found for layer in of_head]
         super().__init__(config, head, layers, HiddenStates(target, last))

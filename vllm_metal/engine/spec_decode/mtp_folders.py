@@ -69,7 +69,7 @@ def is_assisted(content: Mapping[str, Any]) -> bool:
 
 def depth_of(content: Mapping[str, Any]) -> int:
     """The number of MTP layers that a config.json states; conversions may drop the layers alone."""
-    return mtp_depth(content.get("text_config") or content)
+    return mtp_depth(content.get("mtp_config") or content.get("text_config") or content)
 
 
 def num_drafting(content: Mapping[str, Any]) -> int:
@@ -82,6 +82,21 @@ def is_depth_supported(content: Mapping[str, Any]) -> bool:
     """Whether MTP layers may be as many as a config.json states."""
     family = _of_layers(content)
     return family is None or family.takes(depth_of(content))
+
+
+def unknown_key(content: Mapping[str, Any]) -> str | None:
+    """Returns a key of a config.json about MTP layers, with its value, that is not supported."""
+    family = _of_layers(content)
+    return None if family is None else family.unknown_key(content)
+
+
+def default_drafts(content: Mapping[str, Any]) -> int | None:
+    """Returns the default number of drafts of MTP layers that draft one token each, whatever their
+    number; None: a single layer drafts all."""
+    family = _of_layers(content)
+    if family is None or family.default_drafts is None:
+        return None
+    return min(family.default_drafts, depth_of(content))
 
 
 def _of_layers(content: Mapping[str, Any]) -> MTPFamily | None:

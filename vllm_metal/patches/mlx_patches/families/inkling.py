@@ -9,7 +9,8 @@ is called once with all tokens as one sequence; attention then treats each token
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -51,6 +52,29 @@ class MaskedWindowCache(KVCache):
         self.window = window
 
 
+class ConvolvingCache(ABC):
+    """Replaces a layer's cache of convolution inputs, if it keeps these per token."""
+
+    # Attributes that the decoder layer reads for padded batches.
+    lengths = None
+    left_padding = None
+
+    def advance(self, num_tokens: int) -> None:  # noqa: B027 - positions are the step's
+        """No-op: the step tracks positions."""
+
+    @abstractmethod
+    def convolve(self, inputs: mx.array, apply: Callable[[mx.array], mx.array]) -> mx.array:
+        """Stores the inputs of the layer's next convolution, and runs it over each request's.
+
+        Args:
+            inputs: [T, C], of this step's tokens.
+            apply: maps [n, Q + taps - 1, C] inputs to [n, Q, D] outputs.
+
+        Returns:
+            [T, D].
+        """
+
+
 def language(module: ModuleType) -> None:
     """Lets caches attend and convolve, and creates caches that know the layers' windows."""
     wrap(module.InklingAttention, "__call__", _attend)
@@ -82,8 +106,12 @@ def _attend(dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
         sizes = self.qkvr_dims
         ends = [sum(sizes[:count]) for count in range(1, len(sizes))]
         queries, keys, values, relative = mx.split(self.qkvr_proj(x), ends, axis=-1)
-        keys = self.k_sconv(keys, cache=of_convolutions)
-        values = self.v_sconv(values, cache=of_convolutions)
+        if isinstance(of_convolutions, ConvolvingCache):
+            both = (self.k_sconv, self.v_sconv)
+            keys, values = _convolved(both, (keys, values), of_convolutions)
+        else:
+            keys = self.k_sconv(keys, cache=of_convolutions)
+            values = self.v_sconv(values, cache=of_convolutions)
         # All tokens in one axis, as texts of one token: [T, heads, 1, size].
         count = x.shape[0] * x.shape[1]
         heads = (count, -1, 1, self.head_dim)
@@ -111,6 +139,9 @@ def _convolve(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def call(
         self: Any, x: mx.array, cache: Any = None, mask: Any = None, residual: Any = None
     ) -> mx.array:
+        if isinstance(cache, ConvolvingCache):
+            (out,) = _convolved((self,), (x,), cache)
+            return out if residual is None else residual + out
         if not isinstance(cache, SequenceCall):
             return before(self, x, cache, mask, residual)
         # The module's kernel for few tokens reads the cache by itself, so it is left out.
@@ -120,6 +151,23 @@ def _convolve(before: Callable[..., mx.array]) -> Callable[..., mx.array]:
         return out if residual is None else residual + out
 
     return call
+
+
+def _convolved(
+    modules: Sequence[Any], inputs: Sequence[mx.array], cache: ConvolvingCache
+) -> list[mx.array]:
+    """Returns [..., C] outputs of convolutions whose [..., C] inputs are stored together."""
+    sizes = [each.shape[-1] for each in inputs]
+    ends = [sum(sizes[:count]) for count in range(1, len(sizes))]
+    joined = mx.concatenate(inputs, axis=-1) if ends else inputs[0]
+
+    def apply(rows: mx.array) -> mx.array:
+        parts = zip(modules, mx.split(rows, ends, axis=-1), strict=True)
+        weighted = [each.conv(part.astype(each.conv.weight.dtype)) for each, part in parts]
+        return mx.concatenate(weighted, axis=-1).astype(mx.float32)
+
+    weighted = cache.convolve(joined.reshape(-1, joined.shape[-1]), apply).reshape(joined.shape)
+    return mx.split((weighted + joined.astype(mx.float32)).astype(joined.dtype), ends, axis=-1)
 
 
 def _route(self: Any, logits: mx.array) -> tuple[mx.array, mx.array, mx.array]:

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small Inkling models with MTP layers, and vLLM's torch class as reference."""
+
+import json
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import mlx.core as mx
+import numpy as np
+import torch
+from engine.models.of_mlx_vlm import INKLING
+from engine.models.recurrent import Family, config_of, make_model
+from engine.spec_decode.heads import VOCAB, one_process, random_arrays
+from mlx.utils import tree_flatten
+from torch.nn.functional import silu
+from vllm.config import set_current_vllm_config
+from vllm.models.inkling.nvidia import attention, layernorm, model, mtp, ops, short_conv
+
+from vllm_metal.engine.models.loader import lazy_model
+
+HIDDEN, TAPS, PADDED = INKLING["hidden_size"], 4, VOCAB + 8
+#: Windows, distances with a bias and scores that change within the tests' texts; the head and the
+#: embedding have rows of padding.
+TEXT = INKLING | {
+    "model_type": "inkling_model",
+    "vocab_size": PADDED,
+    "unpadded_vocab_size": VOCAB,
+    "sliding_window_size": 11,
+    "rel_extent": 19,
+    "dense_intermediate_size": 56,
+    "intermediate_size": 24,
+    "sconv_kernel_size": TAPS,
+    "use_embed_norm": True,
+    "use_global_scale": True,
+    "use_sconv": True,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+#: vLLM's processor of images and its renderer of chats need a tokenizer.
+TEXT_ALONE = {"tokenizer_mode": "hf", "language_model_only": True}
+_ADDS = ("o_proj.weight", "down_proj.weight", "wo_ud.weight", "w2_md.weight")
+
+
+def mtp_shapes(count: int, local: list[int], chained: bool) -> dict[str, tuple[int, ...]]:
+    """Returns the arrays of MTP layers, as in checkpoints."""
+    shapes = {"model.mtp.chain_norm.weight": (HIDDEN,)} if chained else {}
+    for index in range(count):
+        layer = f"model.mtp.layers.{index}"
+        block, prefix = f"{layer}.transformer_block", "swa_" if index in local else ""
+        heads, kv_heads, size = (
+            TEXT[f"{prefix}{key}"]
+            for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+        )
+        extent = TEXT["sliding_window_size" if index in local else "rel_extent"]
+        width, relative = TEXT["dense_intermediate_size"], TEXT["d_rel"]
+        shapes |= {f"{layer}.{kind}_norm.weight": (HIDDEN,) for kind in ("embed", "hidden")}
+        shapes |= {f"{block}.{kind}_norm.weight": (HIDDEN,) for kind in ("attn", "mlp")}
+        shapes |= {f"{block}.attn.{kind}_norm.weight": (size,) for kind in "qk"}
+        shapes |= {f"{block}.{kind}_sconv.weight": (HIDDEN, 1, TAPS) for kind in ("attn", "mlp")}
+        shapes |= {f"{block}.attn.{kind}_sconv.weight": (kv_heads * size, 1, TAPS) for kind in "kv"}
+        shapes |= {
+            f"{layer}.input_proj.weight": (HIDDEN, 2 * HIDDEN),
+            f"{block}.attn.wq_du.weight": (heads * size, HIDDEN),
+            f"{block}.attn.wk_dv.weight": (kv_heads * size, HIDDEN),
+            f"{block}.attn.wv_dv.weight": (kv_heads * size, HIDDEN),
+            f"{block}.attn.wr_du.weight": (heads * relative, HIDDEN),
+            f"{block}.attn.wo_ud.weight": (HIDDEN, heads * size),
+            f"{block}.attn.rel_logits_proj.proj": (relative, extent),
+            f"{block}.mlp.w13_dn.weight": (2 * width, HIDDEN),
+            f"{block}.mlp.w2_md.weight": (HIDDEN, width),
+            f"{block}.mlp.global_scale": (1,),
+        }
+    return shapes
+
+
+def write_inkling(
+    folder: Path,
+    count: int = 4,
+    local: tuple[int, ...] = (0,),
+    chained: bool = False,
+    guessable: bool = False,
+    **keys,
+) -> Path:
+    """Writes a model of random weights, with MTP layers beside it.
+
+    Args:
+        folder: folder to write.
+        count: number of MTP layers.
+        local: those with a window.
+        chained: whether a norm follows each of them.
+        guessable: whether the newest token mostly determines the next, and the MTP layers read it
+            alone.
+        keys: further keys of `mtp_config`.
+    """
+    family = Family(
+        "inkling_mm_model", "InklingForConditionalGeneration", {"text_config": dict(TEXT)}
+    )
+    target = dict(tree_flatten(make_model(family, seed=7, drawn=True).parameters()))
+    layers = random_arrays(mtp_shapes(count, list(local), chained))
+    arrays = {name: mx.array(tensor.numpy()) for name, tensor in layers.items()}
+    for name in arrays:
+        # Large, so that drafts depend on single positions.
+        arrays[name] *= 3 if ".attn.w" in name or "sconv" in name or "rel_logits" in name else 1
+        if name.endswith("global_scale"):
+            arrays[name] = mx.array([0.8])
+    if guessable:
+        arrays, target = _guessable(arrays, target)
+    folder.mkdir(parents=True)
+    stated = {
+        "num_nextn_predict_layers": count,
+        "local_layer_ids": list(local),
+        "chain_hidden_post_norm": chained,
+    }
+    content = config_of(family) | {"mtp_config": stated | keys}
+    (folder / "config.json").write_text(json.dumps(content))
+    mx.save_safetensors(str(folder / "model.safetensors"), target, {"format": "mlx"})
+    mx.save_safetensors(str(folder / "mtp.safetensors"), arrays, {"format": "pt"})
+    return folder
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    """Returns the arrays of the MTP layers, and the target's norm of embeddings."""
+    arrays = mx.load(str(folder / "mtp.safetensors"))
+    target = mx.load(str(folder / "model.safetensors"))
+    norm = "language_model.model.embed_norm.weight"
+    arrays["model.llm.embed_norm.weight"] = target[norm]
+    return {name: torch.tensor(np.array(array)) for name, array in arrays.items()}
+
+
+def normed(rows, weight, eps):
+    scale = torch.rsqrt((rows * rows).mean(-1, keepdim=True) + eps)
+    return rows * scale * weight
+
+
+def add_and_norm(rows, more, weight, eps):
+    return normed(rows + more, weight, eps), rows + more
+
+
+def embed(input_ids, table, weight, eps):
+    return normed(table[input_ids], weight, eps)
+
+
+def both_normed(
+    hidden, of_hidden, of_embeds, eps, *, input_ids, embed_table, pre_norm_weight, **_
+):
+    embeds = normed(embed(input_ids, embed_table, pre_norm_weight, eps), of_embeds, eps)
+    return torch.cat([normed(hidden, of_hidden, eps), embeds], dim=-1)
+
+
+def interleaved(rows):
+    return silu(rows[:, ::2]) * rows[:, 1::2]
+
+
+def convolve(self, rows, positions=None):
+    """Convolves a whole text, and adds the inputs."""
+    before = torch.cat([torch.zeros(TAPS - 1, rows.shape[1]), rows])
+    weight = self.weight[:, 0]
+    return rows + sum(before[tap : tap + len(rows)] * weight[:, tap] for tap in range(TAPS))
+
+
+def attend(self, positions, rows, log_scaling=None):
+    """Attends within a whole text."""
+    size, heads, kv_heads, count = self.head_dim, self.num_heads, self.num_kv_heads, len(rows)
+    sizes = (heads * size, kv_heads * size, kv_heads * size, heads * self.d_rel)
+    (found, _) = self.qkvr(rows)
+    queries, keys, values, relative = found.split(sizes, dim=-1)
+    keys, values = convolve(self.k_sconv, keys), convolve(self.v_sconv, values)
+    queries = self.q_norm(queries.view(count, heads, size)).transpose(0, 1)
+    keys = self.k_norm(keys.view(count, kv_heads, size)).transpose(0, 1)
+    keys, values = (
+        each.repeat_interleave(heads // kv_heads, 0)
+        for each in (keys, values.view(count, kv_heads, size).transpose(0, 1))
+    )
+    bias = self.rel_logits_proj(relative.view(count, heads, -1)).transpose(0, 1)
+    ago = torch.arange(count)[:, None] - torch.arange(count)
+    extent = bias.shape[-1]
+    near = bias.gather(-1, ago.clamp(0, extent - 1).expand(heads, -1, -1))
+    scores = queries @ keys.transpose(1, 2) * self.scaling + near * (ago < extent)
+    hidden = (ago < 0) | (ago >= (self.local_extent or count + 1))
+    scores = scores.masked_fill(hidden, -1e30)
+    out = (scores.softmax(-1) @ values).transpose(0, 1).reshape(count, -1)
+    return self.wo_ud(out)[0]
+
+
+def conv_state(prefix, **_):
+    return SimpleNamespace(prefix=prefix, kv_cache=torch.zeros(0), stream_ranges=((0, 0),) * 4)
+
+
+@contextmanager
+def of_torch(config):
+    """Replaces the parts of vLLM's class that need a GPU by formulas over whole texts."""
+    replaced = {
+        "add_rmsnorm": (model, add_and_norm),
+        "InklingConvState": (model, conv_state),
+        "get_forward_context": (model, lambda: SimpleNamespace(attn_metadata=None)),
+        "get_lamport_rs_conv": (model, lambda *_: None),
+        "tensor_model_parallel_reduce_scatter": (model, lambda rows, dim: rows),
+        "tensor_model_parallel_all_gather": (model, lambda rows, dim: rows),
+        "rmsnorm": (layernorm, normed),
+        "embed_dual_rmsnorm_cat": (mtp, both_normed),
+        "silu_and_mul_triton": (ops, interleaved),
+    }
+    with ExitStack() as stack:
+        stack.enter_context(one_process())
+        stack.enter_context(set_current_vllm_config(config))
+        stack.enter_context(torch.no_grad())
+        for name, (module, other) in replaced.items():
+            stack.enter_context(mock.patch.object(module, name, other))
+        stack.enter_context(mock.patch.object(attention.InklingAttention, "forward", attend))
+        stack.enter_context(mock.patch.object(short_conv.InklingShortConv, "forward", convolve))
+        yield
+
+
+class Judge:
+    """Runs vLLM's class of the MTP layers on a whole text at once."""
+
+    def __init__(self, config, folder: Path) -> None:
+        self.config = config
+        self.target = lazy_model(folder, mx.float32).language_model
+        with of_torch(config):
+            self.module = mtp.InklingMTP(vllm_config=config)
+            loaded = self.module.load_weights(read(folder).items())
+        assert loaded == {name for name, _ in self.module.named_parameters()}
+        ends = self.target.model.embed_tokens.weight, self.target.lm_head.weight
+        embedding, head = (torch.tensor(np.array(each)) for each in ends)
+        self.module.model.embed_tokens = SimpleNamespace(weight=embedding)
+        self.module.lm_head = SimpleNamespace(weight=head)
+        self.module.logits_processor._gather_logits = lambda logits: logits
+
+    def hidden(self, text: list[int], drafts: list[int]) -> torch.Tensor:
+        """Returns each layer's [len(drafts), H] output at its draft's place.
+
+        As in vLLM's MultiModuleMTPSpeculator, layer i reads the tokens i places further.
+        """
+        hidden = torch.tensor(np.array(self.target.model(mx.array([text]))[0]))[:-1]
+        found, positions = [], torch.arange(len(hidden))
+        with of_torch(self.config):
+            for index in range(len(drafts)):
+                tokens = torch.tensor([*text, *drafts][1 + index : 1 + index + len(hidden)])
+                hidden = self.module(tokens, positions, hidden, spec_step_idx=index)
+                found.append(hidden[-1])
+        return torch.stack(found)
+
+    def __call__(self, text: list[int], drafts: list[int]) -> np.ndarray:
+        """Returns the layers' [len(drafts), V] logits at each draft's place."""
+        hidden = self.hidden(text, drafts)
+        with of_torch(self.config):
+            return self.module.compute_logits(hidden).numpy()
