@@ -40,7 +40,11 @@ TEXT = INKLING | {
 }
 #: vLLM's processor of images and its renderer of chats need a tokenizer.
 TEXT_ALONE = {"tokenizer_mode": "hf", "language_model_only": True}
-_ADDS = ("o_proj.weight", "down_proj.weight", "wo_ud.weight", "w2_md.weight")
+_LARGE, _ADDS = (".attn.w", "sconv", "rel_logits"), ("wo_ud.weight", "w2_md.weight")
+#: Hidden states of planted layers: an embedding, its copy, and a constant.
+WIDTH = 19
+OWN, COPY, ONE = slice(WIDTH), slice(WIDTH, 2 * WIDTH), 2 * WIDTH
+NOISE = 0.2
 
 
 def mtp_shapes(count: int, local: list[int], chained: bool) -> dict[str, tuple[int, ...]]:
@@ -80,7 +84,7 @@ def write_inkling(
     count: int = 4,
     local: tuple[int, ...] = (0,),
     chained: bool = False,
-    guessable: bool = False,
+    planted: bool = False,
     **keys,
 ) -> Path:
     """Writes a model of random weights, with MTP layers beside it.
@@ -90,8 +94,8 @@ def write_inkling(
         count: number of MTP layers.
         local: those with a window.
         chained: whether a norm follows each of them.
-        guessable: whether the newest token mostly determines the next, and the MTP layers read it
-            alone.
+        planted: whether texts mostly repeat with period TAPS, as a convolution of the first layer
+            and of each MTP layer knows; see `_planted`.
         keys: further keys of `mtp_config`.
     """
     family = Family(
@@ -101,12 +105,16 @@ def write_inkling(
     layers = random_arrays(mtp_shapes(count, list(local), chained))
     arrays = {name: mx.array(tensor.numpy()) for name, tensor in layers.items()}
     for name in arrays:
-        # Large, so that drafts depend on single positions.
-        arrays[name] *= 3 if ".attn.w" in name or "sconv" in name or "rel_logits" in name else 1
+        # Large, so that drafts depend on single positions; the layer's outputs are of order one.
+        arrays[name] *= 3 if any(part in name for part in _LARGE) else 1
+        arrays[name] *= 0.1 if name.endswith(_ADDS) else 1
         if name.endswith("global_scale"):
             arrays[name] = mx.array([0.8])
-    if guessable:
-        arrays, target = _guessable(arrays, target)
+    if planted:
+        target |= _planted_target(target)
+        arrays |= {
+            name: array for index in range(count) for name, array in _planted(arrays, index).items()
+        }
     folder.mkdir(parents=True)
     stated = {
         "num_nextn_predict_layers": count,
@@ -118,6 +126,89 @@ def write_inkling(
     mx.save_safetensors(str(folder / "model.safetensors"), target, {"format": "mlx"})
     mx.save_safetensors(str(folder / "mtp.safetensors"), arrays, {"format": "pt"})
     return folder
+
+
+def _attention(heads: int, kv_heads: int, relative: int, size: int = 16) -> dict[str, np.ndarray]:
+    """Projections of attention to the own position alone, which copies the values."""
+    values = np.zeros((kv_heads * size, HIDDEN))
+    values[:WIDTH, OWN] = np.eye(WIDTH)
+    out = np.zeros((HIDDEN, heads, size))
+    for place in range(WIDTH):  # by the first of the heads that share K and V
+        out[COPY][place, place // size * (heads // kv_heads), place % size] = 1
+    biased = np.zeros((heads, relative, HIDDEN))
+    biased[:, 0, ONE] = 100
+    return {
+        "q": np.zeros((heads * size, HIDDEN)),
+        "k": np.zeros((kv_heads * size, HIDDEN)),
+        "v": values,
+        "r": biased.reshape(-1, HIDDEN),
+        "o": out.reshape(HIDDEN, -1),
+    }
+
+
+def _near(relative: int, extent: int) -> np.ndarray:
+    found = np.zeros((relative, extent))
+    found[0, 0] = 1
+    return found
+
+
+def _oldest(channels: int) -> np.ndarray:
+    """[channels, TAPS] weights that replace a convolution's input by the oldest one."""
+    return np.tile([1.0, *[0.0] * (TAPS - 2), -1.0], (channels, 1))
+
+
+def _planted(arrays: dict[str, mx.array], index: int) -> dict[str, mx.array]:
+    """An MTP layer that drafts the token TAPS before the next one."""
+    layer = f"model.mtp.layers.{index}"
+    attn = f"{layer}.transformer_block.attn"
+    relative, extent = arrays[f"{attn}.rel_logits_proj.proj"].shape
+    kv_heads, heads = (len(arrays[f"{attn}.w{kind}.weight"]) // 16 for kind in ("k_dv", "q_du"))
+    parts = _attention(heads, kv_heads, relative)
+    names = {"q": "wq_du", "k": "wk_dv", "v": "wv_dv", "r": "wr_du", "o": "wo_ud"}
+    found = {f"{attn}.{names[kind]}.weight": part for kind, part in parts.items()}
+    found |= {
+        f"{layer}.input_proj.weight": np.concatenate(
+            [np.zeros((HIDDEN, HIDDEN)), np.eye(HIDDEN)], axis=1
+        ),
+        f"{layer}.embed_norm.weight": np.ones(HIDDEN),
+        f"{layer}.transformer_block.attn_norm.weight": np.ones(HIDDEN),
+        f"{layer}.transformer_block.attn_sconv.weight": np.zeros((HIDDEN, 1, TAPS)),
+        f"{attn}.rel_logits_proj.proj": _near(relative, extent),
+        f"{attn}.v_sconv.weight": _oldest(kv_heads * 16)[:, None],
+        f"{layer}.transformer_block.mlp.w2_md.weight": np.zeros(
+            arrays[f"{layer}.transformer_block.mlp.w2_md.weight"].shape
+        ),
+    }
+    return {name: mx.array(array.astype(np.float32)) for name, array in found.items()}
+
+
+def _planted_target(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """A first layer that does the same, and others that add noise."""
+    rng, layer = np.random.default_rng(3), "language_model.model.layers.0"
+    vectors = rng.standard_normal((PADDED, WIDTH))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    embedding, head = np.zeros((2, PADDED, HIDDEN))
+    embedding[:, OWN], embedding[:, ONE], head[:, COPY] = vectors, 1, 8 * vectors
+    parts = _attention(4, 4, TEXT["d_rel"])
+    attn, model = f"{layer}.self_attn", "language_model.model"
+    found = {
+        name: np.array(array) * NOISE
+        for name, array in weights.items()
+        if name.endswith(("o_proj.weight", "down_proj.weight"))
+    }
+    found |= {
+        f"{model}.embed_tokens.weight": embedding,
+        f"{model}.embed_norm.weight": np.ones(HIDDEN),
+        f"{model}.norm.weight": np.ones(HIDDEN),
+        "language_model.lm_head.weight": head,
+        f"{layer}.input_layernorm.weight": np.ones(HIDDEN),
+        f"{layer}.attn_sconv.conv.weight": np.zeros((HIDDEN, TAPS, 1)),
+        f"{attn}.qkvr_proj.weight": np.concatenate([parts[kind] for kind in "qkvr"]),
+        f"{attn}.o_proj.weight": parts["o"],
+        f"{attn}.rel_proj": _near(TEXT["d_rel"], TEXT["sliding_window_size"]),
+        f"{attn}.v_sconv.conv.weight": _oldest(64)[..., None],
+    }
+    return {name: mx.array(array.astype(np.float32)) for name, array in found.items()}
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
@@ -142,9 +233,7 @@ def embed(input_ids, table, weight, eps):
     return normed(table[input_ids], weight, eps)
 
 
-def both_normed(
-    hidden, of_hidden, of_embeds, eps, *, input_ids, embed_table, pre_norm_weight, **_
-):
+def both_normed(hidden, of_hidden, of_embeds, eps, *, input_ids, embed_table, pre_norm_weight, **_):
     embeds = normed(embed(input_ids, embed_table, pre_norm_weight, eps), of_embeds, eps)
     return torch.cat([normed(hidden, of_hidden, eps), embeds], dim=-1)
 
@@ -162,6 +251,7 @@ def convolve(self, rows, positions=None):
 
 def attend(self, positions, rows, log_scaling=None):
     """Attends within a whole text."""
+    assert log_scaling is None  # the target alone has it
     size, heads, kv_heads, count = self.head_dim, self.num_heads, self.num_kv_heads, len(rows)
     sizes = (heads * size, kv_heads * size, kv_heads * size, heads * self.d_rel)
     (found, _) = self.qkvr(rows)

@@ -173,9 +173,7 @@ def plan_of_entries(
     return replace(cast(Any, plan), compressed=_calls(cut, by, partial(read_slots, pieces)))
 
 
-def plan_of_keys(
-    layout: StepLayout, window: int, heads: int, backend: KVBackend[PlanT]
-) -> PlanT:
+def plan_of_keys(layout: StepLayout, window: int, heads: int, backend: KVBackend[PlanT]) -> PlanT:
     """Plans the write of keys, and reads of each token's `window` newest positions."""
     plan = backend.plan_of_writes(layout, heads)
 

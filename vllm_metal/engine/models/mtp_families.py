@@ -162,8 +162,8 @@ def _exaone_moe_block(args: Any, config: Mapping[str, Any], index: int) -> Built
 
 
 def _inkling_block(args: Any, config: Mapping[str, Any], index: int) -> Built:
-    # Dense, with full or windowed attention. As in vLLM's class, and unlike in the target, scores do
-    # not grow with the position (`log_scaling_n_floor`).
+    # Dense, with full or windowed attention. As in vLLM's class, and unlike in the target, scores
+    # do not grow with the position (`log_scaling_n_floor`).
     from vllm_metal.engine.models.convolved_layer import ConvolvedLayer
 
     language = import_module("mlx_vlm.models.inkling.language")

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Head(nn.Module):
     """Predicts token i + 2 from the target's hidden state at i and token i + 1; its K/V are at i.
 
-    `embed_tokens` and `lm_head` are the target's unless the checkpoint has its own. `target_norm` is
-    the target's last norm, if its decoder leaves that to its head.
+    `embed_tokens` and `lm_head` are the target's unless the checkpoint has its own. `target_norm`
+    is the target's last norm, if its decoder leaves that to its head.
     """
 
     input_size: int  # of the target's hidden states

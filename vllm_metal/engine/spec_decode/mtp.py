@@ -191,8 +191,10 @@ def _load(
     try:
         install(head, replace(placed, packings=packed | placed.packings))
     except ValueError as error:
+        key, stated = family.norm_key, mtp_keys(given)
+        hint = "" if key is None else f" (config.json has {key}={stated.get(key)})"
         raise loader.ModelLoadError(
-            f"the MTP layer of {model_config.model} does not fit the target: {error}. Choose "
+            f"the MTP layer of {model_config.model} does not fit the target: {error}{hint}. Choose "
             "another method"
         ) from error
     head.eval()
