@@ -181,7 +181,7 @@ class Convolutions(ConvolvingCache):
             cache.exchange(*parts[2 * index : 2 * index + 2]) for index, cache in enumerate(caches)
         ]
         outputs = [
-            apply(mx.concatenate(of_call, axis=-1)[..., :channels]).flatten(0, 1)
+            apply(mx.concatenate([*of_call], axis=-1)[..., :channels]).flatten(0, 1)
             for of_call in zip(*read, strict=True)
         ]
         out, order = joined(outputs), _reads_of(caches[0].plan).order

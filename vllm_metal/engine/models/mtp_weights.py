@@ -102,7 +102,7 @@ def _read_as_a_layer(
     published = family.published or prefix
     given = {f"{published}{_BLOCK.sub('', name)}": array for name, array in arrays.items()}
     ends = [name for name in arrays if not _BLOCK.match(name)]
-    block = next((found[0] for name in arrays if (found := _BLOCK.match(name))), "")
+    block = next((match[0] for name in arrays if (match := _BLOCK.match(name))), "")
     found = {
         name.removeprefix(prefix): array
         for name, array in sanitize(dict(given)).items()

@@ -42,6 +42,11 @@ class HeadImages:
         """The image tokens of the target's newest forward."""
         return self._images.newest
 
+    @property
+    def any_requests(self) -> bool:
+        """Whether any request has images."""
+        return self._images.any_requests
+
     def placed(self, inputs: PassInputs, rows: Rows) -> PassInputs:
         shifts_np = self._images.shifts_of(rows)
         if shifts_np is None:

@@ -53,7 +53,7 @@ class MTPHead(Head):
         self.hidden_norm = nn.RMSNorm(size, eps)
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.block = block
-        self.norm = nn.RMSNorm(size, eps)
+        self.norm: nn.Module = nn.RMSNorm(size, eps)
 
     def rotate_by_three(self, axes: Axes) -> Rotation:
         """Rotates as the target does; see Head."""
@@ -143,18 +143,19 @@ class MTP(HeadNetwork):
 
     def passes(self) -> HeadPasses:
         head, images = self._head, self._images
-        return ChainPasses(head) if isinstance(head, MTPChain) else HeadPasses(head, images)
+        return (ChainPasses if isinstance(head, MTPChain) else HeadPasses)(head, images)
 
     def drafting_by(self, passes: Passes) -> HeadProposer:
         if not isinstance(self._head, MTPChain):
             return super().drafting_by(passes)
-        return ChainProposer(self._head, passes, self._states, self._num_drafts)
+        return ChainProposer(self._head, passes, self._states, self._num_drafts, self._images)
 
     def read_images(self, images: ImageColumn) -> None:
-        if isinstance(self._head, MTPChain):
+        if isinstance(self._head, MTPChain) and images.axes is not None:
             raise loader.ModelLoadError(
                 "--speculative-config num_speculative_tokens "
-                f"{self._num_drafts} is not supported with images and several MTP layers. Choose "
+                f"{self._num_drafts} is not supported with images and several MTP layers that "
+                "rotate by several positions. Choose "
                 "1, or serve text alone: --language-model-only."
             )
         super().read_images(images)

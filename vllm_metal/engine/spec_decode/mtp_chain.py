@@ -22,6 +22,7 @@ from vllm_metal.patches.mlx_patches.seam import AttendingCache
 
 if TYPE_CHECKING:
     from vllm_metal.engine.models.parts import HiddenStates
+    from vllm_metal.engine.spec_decode.head_images import HeadImages
 
 
 class MTPChain(Head):
@@ -60,15 +61,14 @@ class ChainPasses(HeadPasses):
 
     module: MTPChain
 
-    def __init__(self, chain: MTPChain) -> None:
-        super().__init__(chain, images=None)
-
     def next_tokens(
         self, inputs: PassInputs, caches: list[Any]
     ) -> tuple[mx.array, mx.array | None]:
         """Returns [N, number of layers] drafts after the wanted rows, of all N requests."""
         assert inputs.hidden is not None and inputs.wanted is not None
-        embeds = self.module.embed_tokens(inputs.input_ids)
+        embeds = inputs.embeddings
+        if embeds is None:
+            embeds = self.module.embed_tokens(inputs.input_ids)
         return self.module.drafts(embeds, inputs.hidden, inputs.wanted, caches), None
 
 
@@ -76,7 +76,12 @@ class ChainProposer(HeadProposer):
     """Drafts in one pass over the tokens of the newest step and the last ones before it."""
 
     def __init__(
-        self, chain: MTPChain, passes: Passes, states: HiddenStates, num_drafts: int
+        self,
+        chain: MTPChain,
+        passes: Passes,
+        states: HiddenStates,
+        num_drafts: int,
+        images: HeadImages | None = None,
     ) -> None:
         """
         Args:
@@ -84,14 +89,18 @@ class ChainProposer(HeadProposer):
             passes: the chain's passes, over the shared pool.
             states: the target's hidden states.
             num_drafts: K, the number of layers.
+            images: the images that the chain reads; None if its target reads none.
         """
-        super().__init__(chain, passes, states, num_drafts)
+        super().__init__(chain, passes, states, num_drafts, images)
         self.lookahead = num_drafts
-        self._earlier: dict[int, KeptRows] = {}  # by req_idx, what the newest pass has read
+        # By req_idx, what the newest pass has read; embeddings only if any request has images.
+        self._earlier: dict[int, KeptRows] = {}
+        self._embedded: dict[int, KeptRows] = {}
 
     def forget_request(self, req_idx: int) -> None:
         super().forget_request(req_idx)
         self._earlier.pop(req_idx, None)
+        self._embedded.pop(req_idx, None)
 
     def _reads(self, spans: Spans, kept: Sequence[KeptRows]) -> tuple[Spans, mx.array]:
         """Begins each span earlier, by the tokens whose reads may have included drafts."""
@@ -113,11 +122,46 @@ class ChainProposer(HeadProposer):
         bounds_np = np.stack([begins_np, starts_np, spans.ends_np], axis=1)
         both = Spans(pairs, bounds_np[:, :2].ravel(), bounds_np[:, 1:].ravel())
         whole = Spans(spans.req_indices_np, begins_np, spans.ends_np)
-        states = rows_of(parts, both)
+        self._both, states = both, rows_of(parts, both)
         columns = whole.query_start_loc_np[:-1], begins_np, whole.ends_np - begins_np
         of_each = zip(req_indices, *(column.tolist() for column in columns), strict=True)
         self._earlier |= {req_idx: KeptRows(states, *rest) for req_idx, *rest in of_each}
         return whole, states
+
+    def _embeddings(
+        self, following: mx.array, spans: Spans, kept: Sequence[KeptRows], encode: bool
+    ) -> mx.array | None:
+        """Embeds the newest step's tokens, and takes the rows before them of the pass before."""
+        req_indices, both = spans.req_indices_np.tolist(), self._both
+        known = [self._embedded.pop(req_idx, None) for req_idx in req_indices]
+        if self._images is None or not self._images.any_requests:
+            return None
+        before, newest = (
+            Spans(spans.req_indices_np, both.starts_np[part::2], both.ends_np[part::2])
+            for part in range(2)
+        )
+        rows = [mx.array(np.flatnonzero(both.index_np % 2 == part)) for part in range(2)]
+        found = self._images.embeddings(following[rows[1]], newest, kept, encode)
+        if found is None:
+            found = self._head.embed_tokens(following[rows[1]])
+        # A request without embeddings of its last pass had no image then.
+        text, parts = self._head.embed_tokens(following[rows[0]]), []
+        for place, of in enumerate(known):
+            begin, start, end = (
+                int(each[place]) for each in (before.starts_np, before.ends_np, newest.ends_np)
+            )
+            states, first = text, int(before.query_start_loc_np[place])
+            if of is not None:
+                states, first = of.states, of.first_row + begin - of.start
+            parts.append(KeptRows(states, first, begin, start - begin))
+            parts.append(KeptRows(found, int(newest.query_start_loc_np[place]), start, end - start))
+        embeddings = rows_of(parts, both)
+        firsts, counts = spans.query_start_loc_np[:-1], spans.ends_np - spans.starts_np
+        of_each = zip(
+            req_indices, firsts.tolist(), spans.starts_np.tolist(), counts.tolist(), strict=True
+        )
+        self._embedded |= {req_idx: KeptRows(embeddings, *rest) for req_idx, *rest in of_each}
+        return embeddings
 
     def _draft(
         self,

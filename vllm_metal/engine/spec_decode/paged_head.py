@@ -222,9 +222,8 @@ class HeadProposer(PagedProposer):
             spans = Spans(of_here.req_indices_np, starts[here], ends[here])
             of_spans = [kept[index] for index in here]
             spans, hidden = self._reads(spans, of_spans)
-            following, embeddings = spans.tokens(of_here, ahead=1), None
-            if self._images is not None:
-                embeddings = self._images.embeddings(following, spans, of_spans, encode)
+            following = spans.tokens(of_here, ahead=1)
+            embeddings = self._embeddings(following, spans, of_spans, encode)
             drafts = self._draft(spans, following, hidden, limits[here], of_here.lag, embeddings)
             token_ids[mx.array(here)] = drafts
             self._written |= zip(spans.req_indices_np.tolist(), spans.ends_np.tolist(), strict=True)
@@ -238,6 +237,14 @@ class HeadProposer(PagedProposer):
             kept: hidden states of the same requests, which cover the spans.
         """
         return spans, self._head.combine(rows_of(kept, spans))
+
+    def _embeddings(
+        self, following: mx.array, spans: Spans, kept: Sequence[KeptRows], encode: bool
+    ) -> mx.array | None:
+        """Embeds the tokens that follow the spans of `_reads`; see HeadImages."""
+        if self._images is None:
+            return None
+        return self._images.embeddings(following, spans, kept, encode)
 
     def complete_draft_kv(self, request: DraftRequest) -> None:
         self._propose(request, encode=False)

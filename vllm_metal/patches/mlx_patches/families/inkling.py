@@ -159,7 +159,7 @@ def _convolved(
     """Returns [..., C] outputs of convolutions whose [..., C] inputs are stored together."""
     sizes = [each.shape[-1] for each in inputs]
     ends = [sum(sizes[:count]) for count in range(1, len(sizes))]
-    joined = mx.concatenate(inputs, axis=-1) if ends else inputs[0]
+    joined = mx.concatenate([*inputs], axis=-1) if ends else inputs[0]
 
     def apply(rows: mx.array) -> mx.array:
         parts = zip(modules, mx.split(rows, ends, axis=-1), strict=True)
@@ -167,7 +167,8 @@ def _convolved(
         return mx.concatenate(weighted, axis=-1).astype(mx.float32)
 
     weighted = cache.convolve(joined.reshape(-1, joined.shape[-1]), apply).reshape(joined.shape)
-    return mx.split((weighted + joined.astype(mx.float32)).astype(joined.dtype), ends, axis=-1)
+    out = (weighted + joined.astype(mx.float32)).astype(joined.dtype)
+    return list(mx.split(out, ends, axis=-1))
 
 
 def _route(self: Any, logits: mx.array) -> tuple[mx.array, mx.array, mx.array]:
