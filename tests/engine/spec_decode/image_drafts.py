@@ -15,10 +15,11 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import torch
 import transformers
-from engine.spec_decode import blocks
+from engine.spec_decode import blocks, inkling
 from engine.spec_decode.heads import one_process, random_arrays, vllm_module, write_head
 from engine.spec_decode.hybrids import NaiveMTP, mtp_shapes
 from engine.vision import checkpoints
@@ -52,6 +53,7 @@ CASES = {
     "qwen3_5, eagle3": ("qwen3_5", "eagle3"),
     "qwen3_vl, dflash": ("qwen3_vl", "dflash"),
     "qwen3_5, dflash": ("qwen3_5", "dflash"),
+    "inkling, several mtp layers": ("inkling_mm_model", "mtp"),
 }
 
 
@@ -66,12 +68,18 @@ class Drafting:
     def judge(self, targets: Sequence[Target]) -> Judge:
         """Returns the outside reference for drafts of requests, each with its own target."""
         method = self.speculation["method"]
-        if method == "mtp":
+        is_inkling = self.family is checkpoints.FAMILIES["inkling_mm_model"]
+        if method == "mtp" and not is_inkling:
             return MTPJudge(self.folder, targets)
         args = EngineArgs(
-            model=str(self.folder), dtype="float32", speculative_config=self.speculation
+            model=str(self.folder),
+            dtype="float32",
+            speculative_config=self.speculation,
+            **self.family.options,
         )
         config = args.create_engine_config()
+        if is_inkling:
+            return InklingJudge(config, self.folder, targets)
         return {"eagle3": Eagle3Judge, "dflash": DFlashJudge}[method](config, targets)
 
 
@@ -79,9 +87,13 @@ def write(folder: Path, case: str, num_drafts: int = 3) -> Drafting:
     """Writes a toy of CASES into a new folder."""
     name, method = CASES[case]
     family = checkpoints.FAMILIES[name]
+    if name == "inkling_mm_model":
+        _write_inkling(family, folder / "target", num_drafts)
+        speculation = {"method": method, "num_speculative_tokens": num_drafts}
+        return Drafting(family, folder / "target", speculation)
     changes = CHANGES[name] | ({"mtp_num_hidden_layers": 1} if method == "mtp" else {})
     family.write(folder / "target", few=True, **changes)
-    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
+    speculation = {"method": method, "num_speculative_tokens": num_drafts}
     if method == "mtp":
         _add_mtp(folder / "target")
         return Drafting(family, folder / "target", speculation)
@@ -98,6 +110,20 @@ def _add_mtp(folder: Path) -> None:
     arrays = {n: a - 1 if "norm" in n else a for n, a in random_arrays(shapes).items()}
     path = folder / "model.safetensors"
     save_file(load_file(path) | arrays, path, {"format": "pt"})
+
+
+def _write_inkling(family: Family, folder: Path, count: int) -> None:
+    """Writes a checkpoint with `count` MTP layers, the first one with a window."""
+    family.write(folder, few=True)
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["text_config"] |= {"use_embed_norm": True, "use_global_scale": True}
+    content["mtp_config"] = {"num_nextn_predict_layers": count, "local_layer_ids": [0]}
+    path.write_text(json.dumps(content))
+    text = content["text_config"]
+    text |= {"dense_intermediate_size": text["intermediate_size"]}
+    arrays = inkling.mtp_arrays(inkling.mtp_shapes(count, [0], False, text))
+    mx.save_safetensors(str(folder / "mtp.safetensors"), arrays, {"format": "pt"})
 
 
 _LLAMA = {
@@ -172,7 +198,7 @@ class Target:
         self._model = model.eval()
         self._inputs = dict(
             processor(folder)(
-                text=[prompt], images=[list(images)] if images else None, return_tensors="pt"
+                text=[family.for_transformers(prompt)], images=[list(images)] if images else None, return_tensors="pt"
             )
         )
         self.prompt: list[int] = self._inputs["input_ids"][0].tolist()
@@ -188,11 +214,12 @@ class Target:
     @property
     def _placeholders(self) -> list[int]:
         config = self._model.config
-        return [config.image_token_id, config.video_token_id]
+        names = ("image_token_id", "video_token_id", "audio_token_id")
+        return [getattr(config, name) for name in names if hasattr(config, name)]
 
     @cached_property
     def _text(self) -> Any:
-        return next(m for m in self._model.modules() if hasattr(m, "rotary_emb") and m.layers)
+        return next(m for m in self._model.modules() if hasattr(m, "layers") and m.layers)
 
     def states(self, tokens: Sequence[int]) -> list[torch.Tensor]:
         """Returns [L + 2] of [T, H]: merged embeddings, layers' outputs and the final states."""
@@ -210,9 +237,9 @@ class Target:
             for module in (*self._text.layers, self._text.norm):
                 hook = partial(_note_input, states)
                 stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-            hook = partial(_note_positions, positions)
-            rotary = self._text.rotary_emb
-            stack.callback(rotary.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            if (rotary := getattr(self._text, "rotary_emb", None)) is not None:
+                hook = partial(_note_positions, positions)
+                stack.callback(rotary.register_forward_pre_hook(hook, with_kwargs=True).remove)
             final = self._text.norm.register_forward_hook(
                 lambda module, args, out: states.append(out[0])
             )
@@ -229,9 +256,10 @@ class Target:
                     inputs[name] = torch.nn.functional.pad(inputs[name], (0, more), value=fill)
             with torch.inference_mode():
                 self._model(**inputs)
+                states = [state.clone() for state in states]
+                states[0][special[0]] = self._model.get_input_embeddings()(ids[special])
             states = [state.clone() for state in states]
-            states[0][special[0]] = self.ends[0][ids[special]]
-        return states, positions[0]
+        return states, positions[0] if positions else torch.zeros(0)
 
 
 def _note_input(states: list[torch.Tensor], module: Any, args: Any, kwargs: Any) -> None:
@@ -295,6 +323,25 @@ class MTPJudge(Judge, NaiveMTP):
         frequencies = 10000.0 ** (-np.arange(half) / half)
         turns: np.ndarray = positions.T[:, axes] * frequencies
         return turns
+
+
+class InklingJudge(Judge):
+    """Runs vLLM's own torch class."""
+
+    def __init__(self, config: Any, folder: Path, targets: Sequence[Target]) -> None:
+        super().__init__(targets)
+        self._config = config
+        self._module = inkling.module_of(config, folder, *targets[0].ends)
+
+    def __call__(self, request: int, text: list[int], drafts: list[int]) -> np.ndarray:
+        embeds, *_, final = self.targets[request].states([*text, *drafts])
+        hidden, found = final[: len(text) - 1], []
+        with inkling.of_torch(self._config):
+            for index in range(len(drafts)):
+                read = embeds[1 + index : len(text) + index]
+                hidden = self._module(None, None, hidden, inputs_embeds=read, spec_step_idx=index)
+                found.append(self._module.compute_logits(hidden[-1:])[0])
+        return torch.stack(found).numpy()
 
 
 class Eagle3Judge(Judge):

@@ -2,9 +2,11 @@
 """Small Inkling models with MTP layers, and vLLM's torch class as reference."""
 
 import json
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import mlx.core as mx
@@ -47,18 +49,20 @@ OWN, COPY, ONE = slice(WIDTH), slice(WIDTH, 2 * WIDTH), 2 * WIDTH
 NOISE = 0.2
 
 
-def mtp_shapes(count: int, local: list[int], chained: bool) -> dict[str, tuple[int, ...]]:
+def mtp_shapes(
+    count: int, local: Sequence[int], chained: bool, text: Mapping[str, Any] = TEXT
+) -> dict[str, tuple[int, ...]]:
     """Returns the arrays of MTP layers, as in checkpoints."""
     shapes = {"model.mtp.chain_norm.weight": (HIDDEN,)} if chained else {}
     for index in range(count):
         layer = f"model.mtp.layers.{index}"
         block, prefix = f"{layer}.transformer_block", "swa_" if index in local else ""
         heads, kv_heads, size = (
-            TEXT[f"{prefix}{key}"]
+            text[f"{prefix}{key}"]
             for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
-        extent = TEXT["sliding_window_size" if index in local else "rel_extent"]
-        width, relative = TEXT["dense_intermediate_size"], TEXT["d_rel"]
+        extent = text["sliding_window_size" if index in local else "rel_extent"]
+        width, relative = text["dense_intermediate_size"], text["d_rel"]
         shapes |= {f"{layer}.{kind}_norm.weight": (HIDDEN,) for kind in ("embed", "hidden")}
         shapes |= {f"{block}.{kind}_norm.weight": (HIDDEN,) for kind in ("attn", "mlp")}
         shapes |= {f"{block}.attn.{kind}_norm.weight": (size,) for kind in "qk"}
@@ -102,14 +106,7 @@ def write_inkling(
         "inkling_mm_model", "InklingForConditionalGeneration", {"text_config": dict(TEXT)}
     )
     target = dict(tree_flatten(make_model(family, seed=7, drawn=True).parameters()))
-    layers = random_arrays(mtp_shapes(count, list(local), chained))
-    arrays = {name: mx.array(tensor.numpy()) for name, tensor in layers.items()}
-    for name in arrays:
-        # Large, so that drafts depend on single positions; the layer's outputs are of order one.
-        arrays[name] *= 3 if any(part in name for part in _LARGE) else 1
-        arrays[name] *= 0.1 if name.endswith(_ADDS) else 1
-        if name.endswith("global_scale"):
-            arrays[name] = mx.array([0.8])
+    arrays = mtp_arrays(mtp_shapes(count, local, chained))
     if planted:
         target |= _planted_target(target)
         arrays |= {
@@ -126,6 +123,20 @@ def write_inkling(
     mx.save_safetensors(str(folder / "model.safetensors"), target, {"format": "mlx"})
     mx.save_safetensors(str(folder / "mtp.safetensors"), arrays, {"format": "pt"})
     return folder
+
+
+def mtp_arrays(shapes: dict[str, tuple[int, ...]]) -> dict[str, mx.array]:
+    """Returns random weights, so large that drafts depend on single positions.
+
+    The layers' outputs are of order one.
+    """
+    arrays = {name: mx.array(tensor.numpy()) for name, tensor in random_arrays(shapes).items()}
+    for name in arrays:
+        arrays[name] *= 3 if any(part in name for part in _LARGE) else 1
+        arrays[name] *= 0.1 if name.endswith(_ADDS) else 1
+        if name.endswith("global_scale"):
+            arrays[name] = mx.array([0.8])
+    return arrays
 
 
 def _attention(heads: int, kv_heads: int, relative: int, size: int = 16) -> dict[str, np.ndarray]:
@@ -215,8 +226,8 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the arrays of the MTP layers, and the target's norm of embeddings."""
     arrays = mx.load(str(folder / "mtp.safetensors"))
     target = mx.load(str(folder / "model.safetensors"))
-    norm = "language_model.model.embed_norm.weight"
-    arrays["model.llm.embed_norm.weight"] = target[norm]
+    (norm,) = (array for name, array in target.items() if name.endswith("embed_norm.weight"))
+    arrays["model.llm.embed_norm.weight"] = norm
     return {name: torch.tensor(np.array(array)) for name, array in arrays.items()}
 
 
@@ -233,9 +244,13 @@ def embed(input_ids, table, weight, eps):
     return normed(table[input_ids], weight, eps)
 
 
-def both_normed(hidden, of_hidden, of_embeds, eps, *, input_ids, embed_table, pre_norm_weight, **_):
-    embeds = normed(embed(input_ids, embed_table, pre_norm_weight, eps), of_embeds, eps)
-    return torch.cat([normed(hidden, of_hidden, eps), embeds], dim=-1)
+def both_normed(
+    hidden, of_hidden, of_embeds, eps, embeds=None, input_ids=None, embed_table=None,
+    pre_norm_weight=None,
+):  # fmt: skip
+    if embeds is None:
+        embeds = embed(input_ids, embed_table, pre_norm_weight, eps)
+    return torch.cat([normed(hidden, of_hidden, eps), normed(embeds, of_embeds, eps)], dim=-1)
 
 
 def interleaved(rows):
@@ -303,21 +318,26 @@ def of_torch(config):
         yield
 
 
+def module_of(config, folder: Path, embedding: torch.Tensor, head: torch.Tensor):
+    """Returns vLLM's class with a checkpoint's MTP layers, and the target's [V, H] ends."""
+    with of_torch(config):
+        module = mtp.InklingMTP(vllm_config=config)
+        loaded = module.load_weights(read(folder).items())
+    assert loaded == {name for name, _ in module.named_parameters()}
+    module.model.embed_tokens = SimpleNamespace(weight=embedding)
+    module.lm_head = SimpleNamespace(weight=head)
+    module.logits_processor._gather_logits = lambda logits: logits
+    return module
+
+
 class Judge:
     """Runs vLLM's class of the MTP layers on a whole text at once."""
 
     def __init__(self, config, folder: Path) -> None:
         self.config = config
         self.target = lazy_model(folder, mx.float32).language_model
-        with of_torch(config):
-            self.module = mtp.InklingMTP(vllm_config=config)
-            loaded = self.module.load_weights(read(folder).items())
-        assert loaded == {name for name, _ in self.module.named_parameters()}
         ends = self.target.model.embed_tokens.weight, self.target.lm_head.weight
-        embedding, head = (torch.tensor(np.array(each)) for each in ends)
-        self.module.model.embed_tokens = SimpleNamespace(weight=embedding)
-        self.module.lm_head = SimpleNamespace(weight=head)
-        self.module.logits_processor._gather_logits = lambda logits: logits
+        self.module = module_of(config, folder, *(torch.tensor(np.array(each)) for each in ends))
 
     def hidden(self, text: list[int], drafts: list[int]) -> torch.Tensor:
         """Returns each layer's [len(drafts), H] output at its draft's place.

@@ -29,6 +29,7 @@ KERNELS = ["qwen3_5, mtp", "qwen3_vl, eagle3", "qwen3_vl, dflash"]
 
 #: Blocks of a pool that is too small for all requests at once.
 FEW_BLOCKS = {"mtp": 17, "eagle3": 17, "dflash": 24}
+FEW_BY_FAMILY = {"qwen3_vl": 20, "inkling_mm_model": 60}
 
 
 @pytest.mark.usefixtures("unfused")
@@ -41,7 +42,7 @@ def test_tokens_stay_and_drafts_are_those_of_an_outside_reference(case, tmp_path
     with serving(drafting, speculates=False) as llm:
         expected, _ = answers(llm, prompts)
     family, method = CASES[case]
-    few = 20 if family == "qwen3_vl" else FEW_BLOCKS[method]
+    few = FEW_BY_FAMILY.get(family, FEW_BLOCKS[method])
     with noting() as noted, serving(drafting, num_gpu_blocks_override=few) as llm:
         noted.drafts, noted.rows = [], []  # not of what the engine tries as it starts
         assert answers(llm, prompts)[0] == expected
@@ -53,7 +54,8 @@ def test_tokens_stay_and_drafts_are_those_of_an_outside_reference(case, tmp_path
     assert 0 < num_accepted < num_drafts
     gap, error = noted.check(judge_of(drafting, prompts))
     assert gap <= TIE and error <= CLOSE
-    assert "dflash" in case or (len(noted.rows) > 50 and noted.num_ahead > 0)
+    assert "dflash" in case or noted.num_ahead > 0
+    assert "dflash" in case or "several" in case or len(noted.rows) > 50
 
 
 def _as_it_is(self, inputs, rows):
