@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class Drafting:
     family: Family
     folder: Path
     speculation: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine
 
     def judge(self, targets: Sequence[Target]) -> Judge:
         """Returns the outside reference for drafts of requests, each with its own target."""
@@ -75,7 +76,7 @@ class Drafting:
             model=str(self.folder),
             dtype="float32",
             speculative_config=self.speculation,
-            **self.family.options,
+            **self.options,
         )
         config = args.create_engine_config()
         if is_inkling:
@@ -90,7 +91,9 @@ def write(folder: Path, case: str, num_drafts: int = 3) -> Drafting:
     if name == "inkling_mm_model":
         _write_inkling(family, folder / "target", num_drafts)
         speculation = {"method": method, "num_speculative_tokens": num_drafts}
-        return Drafting(family, folder / "target", speculation)
+        # vLLM ends chunks at whole blocks, and not amid the tokens that the layers look ahead.
+        chunk = {"max_num_batched_tokens": 100}
+        return Drafting(family, folder / "target", speculation, family.options | chunk)
     changes = CHANGES[name] | ({"mtp_num_hidden_layers": 1} if method == "mtp" else {})
     family.write(folder / "target", few=True, **changes)
     speculation = {"method": method, "num_speculative_tokens": num_drafts}
@@ -198,7 +201,9 @@ class Target:
         self._model = model.eval()
         self._inputs = dict(
             processor(folder)(
-                text=[family.for_transformers(prompt)], images=[list(images)] if images else None, return_tensors="pt"
+                text=[family.for_transformers(prompt)],
+                images=[list(images)] if images else None,
+                return_tensors="pt",
             )
         )
         self.prompt: list[int] = self._inputs["input_ids"][0].tolist()

@@ -143,7 +143,7 @@ def serving(drafting, speculates=True, **options):
     }
     if speculates:
         settings["speculative_config"] = drafting.speculation
-    return engine(str(drafting.folder), **(settings | drafting.family.options | options))
+    return engine(str(drafting.folder), **(settings | drafting.options | options))
 
 
 def answers(llm, prompts, **options):
