@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cli.fit.models import read, settings
-from engine.spec_decode import assistants, blocks
+from engine.spec_decode import assistants, blocks, inkling
 from engine.spec_decode.heads import engine_config, write_head, write_target
 from engine.spec_decode.hybrids import write_hybrid
 from engine.spec_decode.splitter import split
@@ -185,6 +185,23 @@ def test_several_mtp_layers_are_an_engines(tmp_path):
     assert beside.draft_weights == sum(counted.values())
     specs = [kv_cache_specs(each, 16, mx.float32) for each in (beside.draft_layers, network.layers)]
     assert len(network.layers) == 4 and specs[0] == specs[1]
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_inklings_mtp_layers_are_an_engines(tmp_path, count):
+    """Only those that draft by default are counted, with the inputs of their convolutions."""
+    target = inkling.write_inkling(tmp_path / "target", count, local=(0,))
+    (target / "tokenizer.json").write_text('{"model": {"vocab": {}}}')
+    config = engine_config(target, target, "mtp", **inkling.TEXT_ALONE)
+    config.speculative_config.num_speculative_tokens = drafts = 3
+    network = load_network(config, ModelParts(loader.load(config)))
+    found = MTPDrafter.find(str(target))
+    beside = found.add_to(read(target, FLOAT))
+    shapes = inkling.mtp_shapes(drafts, (0,), False)
+    assert found.num_drafts == drafts
+    assert beside.draft_weights == sum(4 * np.prod(shape) for shape in shapes.values())
+    specs = [kv_cache_specs(each, 16, mx.float32) for each in (beside.guests, network.layers)]
+    assert len(network.layers) == 4 * drafts and specs[0] == specs[1]
 
 
 def asked(target, capsys, *options):

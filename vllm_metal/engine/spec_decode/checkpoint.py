@@ -56,8 +56,8 @@ def completed(given: Mapping[str, Any], target: ModelConfig) -> dict[str, Any]:
             )
         if not is_unread and (key := mtp_folders.unknown_key(content)) is not None:
             raise ValueError(
-                f"{key} in config.json is not supported with {_OPTION} method 'mtp'. Choose "
-                "another method."
+                f"{key} in config.json is not supported with {_OPTION} method 'mtp': vLLM's class "
+                "does not read it. Choose another method."
             )
         count = None if is_unread else default_mtp_drafts(content)
     elif method in block_config.METHODS:
