@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from e2e.disk import LIMIT, pages
 from e2e.harness import counters, engine, free_blocks, run_out
-from engine.spec_decode import assistants, blocks
+from engine.spec_decode import assistants, blocks, inkling
 from engine.spec_decode.heads import CONFIG, HIDDEN, write_head, write_target
 from engine.spec_decode.hybrids import write_hybrid
 from engine.spec_decode.test_eagle import eagle3_shapes, layer_shapes
@@ -39,6 +39,7 @@ class Toy:
 
     model: str
     speculation: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine
 
 
 def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
@@ -48,8 +49,9 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
         folder: target folder.
         for_kernels: use one head of 64 elements, which the kernels support, instead of small ones,
             and FEW tokens. This adds: "windowed", MTP with a window on every other layer;
-            "several", an MTP layer per draft; "assistant", Gemma 4's; "hybrid", MTP of a model
-            with recurrent layers; "hybrid, draft model" and "hybrid, dflash".
+            "several", an MTP layer per draft; "inkling", the same with convolutions, of a model
+            with states; "assistant", Gemma 4's; "hybrid", MTP of a model with recurrent layers;
+            "hybrid, draft model" and "hybrid, dflash".
     """
     vocab = FEW if for_kernels else VOCAB
     small: dict[str, Any] = {"vocab_size": vocab}
@@ -117,6 +119,11 @@ def write_toys(folder: Path, for_kernels: bool = False) -> dict[str, Toy]:
         model, drafter = assistants.write_pair(folder, vocab)
         toys["assistant"] = Toy(str(model), common | {"method": "mtp", "model": str(drafter)})
         hybrid = str(write_hybrid(folder / "hybrid", "qwen3_next", **small))
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+        changes = heads | {f"swa_{key}": value for key, value in heads.items()}
+        changes |= {"swa_num_key_value_heads": 2, "unpadded_vocab_size": vocab}
+        model = inkling.write_inkling(folder / "inkling", NUM_DRAFTS, changes=changes)
+        toys["inkling"] = Toy(str(model), common | {"method": "mtp"}, inkling.TEXT_ALONE)
         toys["hybrid"] = Toy(hybrid, common | {"method": "mtp"})
         toys["hybrid, draft model"] = Toy(hybrid, toys["draft_model"].speculation)
         drafter = _block_drafter(folder, "dflash", small, "hybrid-dflash", (0, 3))
@@ -165,7 +172,7 @@ def drafting_engine(toy: Toy, folder: Path | None, role: str = "kv_both", **opti
     }
     if folder is not None:
         settings["kv_transfer_config"] = transfer(folder, role)
-    with engine(toy.model, **(settings | options)) as llm:
+    with engine(toy.model, **(settings | toy.options | options)) as llm:
         free = free_blocks(llm)
         yield llm
         run_out(llm)

@@ -25,6 +25,7 @@ from vllm_metal.engine.worker.model_runner import ModelRunner
 HYBRIDS = ("hybrid", "hybrid, draft model", "hybrid, dflash")
 TOYS = (*METHODS, "windowed", "several", "assistant", *HYBRIDS)
 MARKS = {"draft_model": (), "hybrid": pytest.mark.more, "several": pytest.mark.more}
+MARKS |= {"inkling": pytest.mark.more}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,8 @@ def prompts(*lengths, seed=0):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in TOYS]
+    "name",
+    [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in (*TOYS, "inkling")],
 )
 def test_no_step_waits_and_drafts_are_those_of_an_engine_that_waits(toys, serve, name):
     asked, found = prompts(5, 33, 50), {}

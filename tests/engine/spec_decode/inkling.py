@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -89,6 +89,7 @@ def write_inkling(
     local: tuple[int, ...] = (0,),
     chained: bool = False,
     planted: bool = False,
+    changes: Mapping[str, Any] = MappingProxyType({}),
     **keys,
 ) -> Path:
     """Writes a model of random weights, with MTP layers beside it.
@@ -100,13 +101,13 @@ def write_inkling(
         chained: whether a norm follows each of them.
         planted: whether texts mostly repeat with period TAPS, as a convolution of the first layer
             and of each MTP layer knows; see `_planted`.
+        changes: of the text's keys.
         keys: further keys of `mtp_config`.
     """
-    family = Family(
-        "inkling_mm_model", "InklingForConditionalGeneration", {"text_config": dict(TEXT)}
-    )
+    text = {**TEXT, **changes}
+    family = Family("inkling_mm_model", "InklingForConditionalGeneration", {"text_config": text})
     target = dict(tree_flatten(make_model(family, seed=7, drawn=True).parameters()))
-    arrays = mtp_arrays(mtp_shapes(count, local, chained))
+    arrays = mtp_arrays(mtp_shapes(count, local, chained, text))
     if planted:
         target |= _planted_target(target)
         arrays |= {

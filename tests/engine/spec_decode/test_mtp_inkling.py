@@ -47,14 +47,14 @@ def test_drafts_are_vllms(bench, monkeypatch):
     """Also beside a prompt in chunks, after a hit, and with any drafts accepted."""
     check_chunks_and_rejections(bench, found=2)
     seen, choose = [], MTPChain.tokens
-    monkeypatch.setattr(MTPChain, "tokens", lambda *of: seen.append(of[1]) or choose(*of))
+    monkeypatch.setattr(MTPChain, "tokens", lambda *of: seen.append(of) or choose(*of))
     text = bench.token_ids_np[1, : bench.known[1]].tolist()
     drafts = np.array(bench.proposer.propose(bench.request([1], [K])).token_ids)[0].tolist()
     wanted = bench.judge.hidden(text, drafts).numpy()
-    outputs = mx.concatenate(seen)
+    (head, *_), outputs = seen[0], mx.concatenate([each for _, each in seen])
     assert outputs.shape == wanted.shape and np.abs(np.array(outputs) - wanted).max() < 1e-4
     # The target divides by a width before its head, which changes no choice.
-    own = bench.network._head.lm_head(outputs / TEXT["logits_mup_width_multiplier"])[:, :VOCAB]
+    own = head.lm_head(outputs / TEXT["logits_mup_width_multiplier"])[:, :VOCAB]
     logits = bench.judge(text, drafts)
     assert np.abs(np.array(own) - logits).max() < 1e-4 and logits.std() > 1
     assert (logits.max(-1) - logits[np.arange(K), drafts] <= TIE).all()
