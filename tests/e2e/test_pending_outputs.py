@@ -23,7 +23,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm_metal.engine.worker.model_runner import ModelRunner
 
 HYBRIDS = ("hybrid", "hybrid, draft model", "hybrid, dflash")
-TOYS = (*METHODS, "windowed", "several", "assistant", *HYBRIDS)
+TOYS = (*METHODS, "windowed", "several", "inkling", "assistant", *HYBRIDS)
 MARKS = {"draft_model": (), "hybrid": pytest.mark.more, "several": pytest.mark.more}
 MARKS |= {"inkling": pytest.mark.more}
 
@@ -64,7 +64,7 @@ def prompts(*lengths, seed=0):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in (*TOYS, "inkling")],
+    [pytest.param(name, marks=MARKS.get(name, pytest.mark.slow)) for name in TOYS],
 )
 def test_no_step_waits_and_drafts_are_those_of_an_engine_that_waits(toys, serve, name):
     asked, found = prompts(5, 33, 50), {}
@@ -108,7 +108,7 @@ LOAD = [  # length of the prompt, what is asked
 
 #: A request of 96 tokens takes as many of each group, so that the pool is short of some:
 #: there are three and seven groups.
-NUM_BLOCKS = {"windowed": 30, "several": 90}
+NUM_BLOCKS = {"windowed": 30, "several": 90, "inkling": 70}
 
 
 @pytest.mark.more
