@@ -200,7 +200,7 @@ def test_inklings_mtp_layers_are_an_engines(tmp_path, count):
     shapes = inkling.mtp_shapes(drafts, (0,), False)
     assert found.num_drafts == drafts
     assert beside.draft_weights == sum(4 * np.prod(shape) for shape in shapes.values())
-    specs = [kv_cache_specs(each, 16, mx.float32) for each in (beside.guests, network.layers)]
+    specs = [kv_cache_specs(each, 16, mx.float32) for each in (beside.draft_layers, network.layers)]
     assert len(network.layers) == 4 * drafts and specs[0] == specs[1]
 
 

@@ -91,7 +91,7 @@ class RowLayer(AttentionLayer):
 
     def _planned(self, layout: StepLayout, backend: KVBackend[PlanT]) -> PlanT:
         if self.role == "keys":
-            return compressed_rows.plan_of_keys(layout, self.by.window, self.num_kv_heads, backend)
+            return compressed_rows.plan_of_keys(layout, self.by, self.num_kv_heads, backend)
         if self.role == "groups":
             return compressed_rows.plan_of_groups(layout, self.by, self.num_kv_heads, backend)
         return compressed_rows.plan_of_entries(

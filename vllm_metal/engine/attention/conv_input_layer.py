@@ -30,9 +30,11 @@ from vllm_metal.engine.kv_cache.layer_cache import KVBackend, LayerKVCache, part
 from vllm_metal.engine.kv_cache.layer_state import LayerState, PlanT, StepLayout, StepScope, joined
 from vllm_metal.engine.kv_cache.stateful_layer import StatefulLayer, StepBounds
 from vllm_metal.patches.mlx_patches.families.inkling import ConvolvingCache
+from vllm_metal.patches.mlx_patches.seam import Compression
 
 #: Kernels that write and read the inputs; no attention kernel does.
 _KERNELS = ("kv_write", "kv_gather", "kv_blocks")
+_ANY = 1 << 30  # positions; no context has more
 
 
 class ConvInputKind(NamedTuple):
@@ -70,7 +72,9 @@ class ConvInputLayer(AttentionLayer):
         return StepScope(lambda layout: self._planned(layout.split(state.split), state.backend))
 
     def _planned(self, layout: StepLayout, backend: KVBackend[PlanT]) -> PlanT:
-        return compressed_rows.plan_of_keys(layout, self._taps, self.num_kv_heads, backend)
+        # Pieces of requests share a call whatever their contexts' lengths: there are no entries.
+        by = Compression(self._taps, self._taps, self.head_size, smallest=_ANY)
+        return compressed_rows.plan_of_keys(layout, by, self.num_kv_heads, backend)
 
     def cache(self, state: LayerState, scope: StepScope) -> ConvInputCache:
         assert isinstance(state, LayerKVCache)
@@ -146,9 +150,9 @@ class ConvInputCache(PagedCache[PlanT]):
         kv_cache.write(plan, *(part.reshape(-1, heads, size) for part in (keys, values)))
         found = []
         for call in _reads_of(plan).calls:
-            num_pieces, count = call.places.shape
-            places = mx.broadcast_to(call.places[:, None], (num_pieces, heads, count))
-            parts = kv_cache.rows_at(plan, places)
+            num_pieces, count = call.read_slots.shape
+            slots = mx.broadcast_to(call.read_slots[:, None], (num_pieces, heads, count))
+            parts = kv_cache.rows_at(plan, slots)
             found.append(
                 mx.concatenate([part.swapaxes(1, 2).flatten(2) for part in parts], axis=-1)
             )

@@ -173,15 +173,17 @@ def plan_of_entries(
     return replace(cast(Any, plan), compressed=_calls(cut, by, partial(read_slots, pieces)))
 
 
-def plan_of_keys(layout: StepLayout, window: int, heads: int, backend: KVBackend[PlanT]) -> PlanT:
-    """Plans the write of keys, and reads of each token's `window` newest positions."""
+def plan_of_keys(
+    layout: StepLayout, by: Compression, heads: int, backend: KVBackend[PlanT]
+) -> PlanT:
+    """Plans the write of keys, and reads of the newest positions of each token."""
     plan = backend.plan_of_writes(layout, heads)
 
     def read_slots(pieces: _Requests, members: np.ndarray, lens_np: np.ndarray) -> mx.array:
         indices = pieces.array(members)
-        count = window + int(num_tokens_np[members].max()) - 1
+        count = by.window + int(num_tokens_np[members].max()) - 1
         offsets = pieces.array(np.arange(count, dtype=np.int32))
-        positions = pieces.starts[indices][:, None] - (window - 1) + offsets
+        positions = pieces.starts[indices][:, None] - (by.window - 1) + offsets
         ends = pieces.ends[indices][:, None]
         return pieces.read_slots(members, positions, (positions >= 0) & (positions < ends))
 
