@@ -148,7 +148,7 @@ def test_each_layer_drafts_one_token(tmp_path, count, drafts):
 REFUSED = {
     "a key": ({"a_mechanism": 2}, {}, "mtp_config.a_mechanism=2 in config.json is not supported"),
     "more drafts": ({"count": 1}, {"num_speculative_tokens": 2}, "1 MTP layers.*choose 1 or fewer"),
-    "a store": ({}, {}, "several MTP layers and a KV connector"),
+    "a store": ({}, {"num_speculative_tokens": 1}, "MTP layers of Inkling and a KV connector"),
 }
 
 

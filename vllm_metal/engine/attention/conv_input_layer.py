@@ -4,8 +4,9 @@
 A convolution of k taps is a function of the inputs at a token's last k positions. An MTP layer
 computes its last rows again in the next step, once their tokens are known, so a state that advances
 would have to go back. Inputs that lie in the pool like K and V are overwritten instead: rejected
-drafts, prefix hits, preemption, disk and peers need nothing of their own. vLLM stores them the same
-way (`InklingConvState`), as a layer with a window of k positions.
+drafts, prefix hits and preemption need nothing of their own. vLLM stores them the same way
+(`InklingConvState`), as a layer with a window of k positions; whole contexts would take several
+times the model's K/V.
 
 Inputs are cut into parts of the size of the layer's K, so that all pages of the pool have one size:
 a pool layer holds two parts, as its K and its V.

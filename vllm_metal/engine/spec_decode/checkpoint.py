@@ -174,6 +174,10 @@ def _of_depth(speculation: SpeculativeConfig, has_store: bool) -> dict[str, bool
         "(K/V of a page would depend on later tokens: choose 1)": (
             has_store and min(most, asked) > 1
         ),
+        f"{_OPTION} method 'mtp' with the MTP layers of {family.title} and a KV connector (stored "
+        "blocks would not be found: choose method ngram or suffix)": (
+            has_store and family.default_drafts is not None
+        ),
     }
 
 
