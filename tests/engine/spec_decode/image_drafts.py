@@ -91,9 +91,7 @@ def write(folder: Path, case: str, num_drafts: int = 3) -> Drafting:
     if name == "inkling_mm_model":
         _write_inkling(family, folder / "target", num_drafts)
         speculation = {"method": method, "num_speculative_tokens": num_drafts}
-        # vLLM ends chunks at whole blocks, and not amid the tokens that the layers look ahead.
-        chunk = {"max_num_batched_tokens": 100}
-        return Drafting(family, folder / "target", speculation, family.options | chunk)
+        return Drafting(family, folder / "target", speculation, family.options)
     changes = CHANGES[name] | ({"mtp_num_hidden_layers": 1} if method == "mtp" else {})
     family.write(folder / "target", few=True, **changes)
     speculation = {"method": method, "num_speculative_tokens": num_drafts}

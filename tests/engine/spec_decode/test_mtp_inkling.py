@@ -98,6 +98,30 @@ def test_served_with_drafts_that_are_mostly_right(tmp_path, monkeypatch, options
     assert seen["vllm:prefix_cache_hits"] > 0
 
 
+@pytest.mark.usefixtures("unfused")
+def test_prompts_that_end_just_behind_a_block(tmp_path, monkeypatch):
+    """Their last tokens are computed, too, though a chunk ends between those that layers read."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    folder = write_inkling(tmp_path / "target", local=(0, 2), planted=True)
+    prompt = np.random.default_rng(1).integers(0, VOCAB, 34).tolist()
+    others = [*prompt[:-3], 1, 2, 3]
+    prompts, dense = {"0": prompt, "1": prompt, "2": others}, Dense(str(folder))
+    small = {"max_model_len": 256, "max_num_batched_tokens": 34, "max_num_seqs": 4}
+    with engine(str(folder), skip_tokenizer_init=True, **small, **TEXT_ALONE) as llm:
+        core, answers = llm.llm_engine, {}
+        for req_id, token_ids in prompts.items():
+            params = greedy(20, detokenize=False)
+            core.add_request(req_id, {"prompt_token_ids": token_ids}, params)
+        for _ in range(100):
+            done = [output for output in core.step() if output.finished]
+            answers |= {output.request_id: list(output.outputs[0].token_ids) for output in done}
+        seen = counters(llm)
+    assert answers.keys() == prompts.keys()
+    for req_id, tokens in answers.items():
+        dense.check(prompts[req_id], tokens)
+    assert seen["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
 def forget(found):
     """The inputs before each request's tokens are zeros."""
     return [mx.concatenate([mx.zeros_like(rows[:, :3]), rows[:, 3:]], axis=1) for rows in found]

@@ -77,8 +77,13 @@ def end_chunks_within_blocks() -> None:
     For recurrent states, vLLM ends chunks at block boundaries. If a step has room for a block, but
     not for a block besides the decode tokens, a prompt gets no tokens while others decode. Here a
     block holds the state at the request's newest token, so a chunk may end within it.
+
+    With several MTP layers, vLLM ends no chunk within the tokens at the end of a prompt that they
+    read ahead. If a block ends there, a prompt gets no tokens in any step. Here MTP layers compute
+    their last rows again once the tokens are known, so a chunk may end there.
     """
     replace(Scheduler, "_mamba_block_aligned_split", _filling_blocks_in_part)
+    replace(Scheduler, "_reserve_prefill_lookahead", _ending_within_lookahead)
 
 
 def _not_stripped(
@@ -134,6 +139,12 @@ def _filling_blocks_in_part(
     block_size = int(self.cache_config.block_size)
     start = request.num_computed_tokens + sum(found)
     return min(num_new_tokens, block_size - start % block_size)
+
+
+def _ending_within_lookahead(
+    reserve: Callable[..., int], self: Any, request: Any, num_computed_tokens: int, chunk: int
+) -> int:
+    return reserve(self, request, num_computed_tokens, chunk) or chunk
 
 
 def _ending_failed_requests(
