@@ -29,7 +29,7 @@ KERNELS = ["qwen3_5, mtp", "qwen3_vl, eagle3", "qwen3_vl, dflash"]
 
 #: Blocks of a pool that is too small for all requests at once.
 FEW_BLOCKS = {"mtp": 17, "eagle3": 17, "dflash": 24}
-FEW_BY_FAMILY = {"qwen3_vl": 20, "inkling_mm_model": 100}
+FEW_BY_FAMILY = {"qwen3_vl": 20, "inkling_mm_model": 88}
 
 
 @pytest.mark.usefixtures("unfused")
