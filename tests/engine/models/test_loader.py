@@ -277,5 +277,5 @@ def test_a_checkpoint_that_is_no_head_is_named(pair):
     target, head = pair
     config = head_config(target, head)
     model = load(target)
-    with pytest.raises(loader.ModelLoadError, match=rf"{head} is not EagleLlamaForCausalLM"):
+    with pytest.raises(loader.ModelLoadError, match=rf"{head} are not of EagleLlamaForCausalLM"):
         load_network(config, parts.ModelParts(model))

@@ -125,7 +125,7 @@ def names(message, change):
     # A key that follows from the changed one is named as well: both cannot be as they are.
     words = [*change.key.split("."), *change.keys]
     if "rope" in change.key:
-        words += ["rope of type", "rope_scaling", "rope_parameters"]
+        words += ["rope_type", "rope_scaling", "rope_parameters"]
     if "rope" in change.key or change.key == "head_dim":
         words.append("rotary_dim")  # a share of head_dim
     return any(word in message for word in words)

@@ -248,6 +248,7 @@ class Bench:
         layers = attention_layers(model, loader.model_type(config))
         target = parts.ModelParts(model)
         network = load_network(config, target)
+        network.profile(SCATTER)  # as the planner does, before there is a pool
         everything = [*layers, *network.layers]
         kv_caches = {
             layer.name: layer.allocate(NUM_BLOCKS, BLOCK, mx.float32, SCATTER)
