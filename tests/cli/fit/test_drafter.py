@@ -187,7 +187,7 @@ def test_several_mtp_layers_are_an_engines(tmp_path):
     assert len(network.layers) == 4 and specs[0] == specs[1]
 
 
-@pytest.mark.parametrize("count", [4, 8])
+@pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.more), 8])
 def test_inklings_mtp_layers_are_an_engines(tmp_path, count):
     """Only those that draft by default are counted, with the inputs of their convolutions."""
     target = inkling.write_inkling(tmp_path / "target", count, local=(0,))

@@ -52,6 +52,7 @@ pytestmark = pytest.mark.usefixtures("unfused")
 #: six positions and of one, which several layers share, as their choices.
 DSA, HY4, M3, GLM5, V4 = "glm_moe_dsa", "hy_v4", "minimax_m3_vl", "glm5_next", "deepseek_v4"
 QWEN4, V41 = "qwen4_exp", "deepseek_v41"
+LIKE_OTHERS = QWEN4, V41  # they choose as GLM5 and V4
 NAMES = (DSA, HY4, M3, GLM5, V4, QWEN4, V41)
 WITH_STATES = GLM5, QWEN4
 TOPK = 24
@@ -162,7 +163,10 @@ def test_chunks_of_a_mixed_batch_equal_transformers(published, name, topk):
             assert farthest(dense, wanted) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", [DSA, M3, GLM5, V4, QWEN4, V41])
+@pytest.mark.parametrize(
+    "name",
+    [DSA, M3, GLM5, V4, *(pytest.param(each, marks=pytest.mark.more) for each in LIKE_OTHERS)],
+)
 def test_of_equal_scores_earlier_positions_are_chosen(published, name, monkeypatch):
     """With two heads, many scores are zero, and torch's `topk` does not state which it takes."""
     heads = {QWEN4: {"indexer_n_heads": 2}, M3: {"equal_scores": True}}
@@ -260,7 +264,14 @@ def shifted(largest):
 
 
 @pytest.mark.parametrize(
-    "name", [DSA, M3, GLM5, V4, V41, QWEN4, pytest.param(HY4, marks=pytest.mark.more)]
+    "name",
+    [
+        DSA,
+        M3,
+        GLM5,
+        V4,
+        *(pytest.param(each, marks=pytest.mark.more) for each in (HY4, *LIKE_OTHERS)),
+    ],
 )
 def test_other_positions_say_something_else(published, name, monkeypatch):
     ours, theirs = published(name)

@@ -133,7 +133,7 @@ def shift(found):
 
 
 @pytest.mark.usefixtures("unfused")
-@pytest.mark.parametrize("fault", [None, forget, shift])
+@pytest.mark.parametrize("fault", [None, forget, pytest.param(shift, marks=pytest.mark.more)])
 def test_drafts_depend_on_the_inputs_before_them(tmp_path, monkeypatch, fault):
     """With one draft per step, all older inputs of a convolution are those of earlier steps."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -158,7 +158,9 @@ def configured(folder, **options):
     return args.create_engine_config()
 
 
-@pytest.mark.parametrize(("count", "drafts"), [(8, 3), (2, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("count", "drafts"), [(8, 3), *(pytest.param(n, n, marks=pytest.mark.more) for n in (2, 1))]
+)
 def test_each_layer_drafts_one_token(tmp_path, count, drafts):
     folder = write_inkling(tmp_path / "target", count)
     for given in ({}, {"speculative_config": {"method": "mtp"}}):
