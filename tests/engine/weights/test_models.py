@@ -141,9 +141,13 @@ def test_hy4_as_published(tmp_path):
 
 
 @pytest.mark.more
-def test_glm5_as_published(tmp_path):
-    """Projections that are stored apart are joined without being dequantized."""
-    expected = log_probabilities(reference_of_glm5_next(tmp_path), [PROMPT])[0]
+@pytest.mark.parametrize("form", ["fp8 blocks of 128, powers of two", "compressed nvfp4"])
+def test_glm5_as_published(tmp_path, form):
+    """Projections that are stored apart are joined without being dequantized, and experts packed.
+
+    The scales of these blocks are powers of two, which are read exactly.
+    """
+    expected = log_probabilities(reference_of_glm5_next(tmp_path, form), [PROMPT])[0]
     served = lazy_model(tmp_path, mx.float32)
     np.testing.assert_allclose(log_probs(served), expected, atol=EXACT)
     packed = {n for n, a in tree_flatten(served.parameters()) if a.dtype == mx.uint32}

@@ -116,12 +116,9 @@ def reference_of_hy_v4(folder: Path) -> torch.nn.Module:
 DENSE_IN_GLM5 = ("hc_", "indexer", "kv_b_proj", "mlp.gate.", "visual")
 
 
-def reference_of_glm5_next(folder: Path) -> torch.nn.Module:
-    """Writes GLM-5.3 in blocks of FP8, and returns transformers' model of its values.
-
-    The blocks' scales are powers of two, which are read exactly.
-    """
-    own, form = FAMILIES["glm5_next"], "fp8 blocks of 128, powers of two"
+def reference_of_glm5_next(folder: Path, form: str) -> torch.nn.Module:
+    """Writes GLM-5.3 in a format; returns transformers' model of the stored values."""
+    own = FAMILIES["glm5_next"]
     sizes = {name: SIZES[name] for name in SIZES if "head_dim" not in name}
     sizes |= {
         "qk_nope_head_dim": 32,

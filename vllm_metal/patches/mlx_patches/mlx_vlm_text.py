@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import mla, rope_utils
+from mlx_lm.models import mla, rope_utils, switch_layers
 
 from vllm_metal.patches.mlx_patches.mlx_vlm_families import family
 from vllm_metal.patches.mlx_patches.replacing import MLX_VLM, check_release, spread
@@ -29,6 +29,11 @@ _NOT_OF_TEXT = ("audio", "image", "processing", "video", "vision")
 #: Attributes in which a `LanguageModel` keeps positions from one call to the next.
 _POSITION_STATE = ("_position_ids", "_rope_deltas")
 _COORDINATES = 3  # of positions in images and videos: time, height, width
+#: Modules of mlx-lm, and the classes of which mlx-vlm has copies in a module of the same name.
+_BLOCKS = {
+    mla: ("MultiLinear", "QuantizedMultiLinear"),
+    switch_layers: ("SwitchLinear", "QuantizedSwitchLinear"),
+}
 
 
 def classes(row: TextModel) -> tuple[type, type]:
@@ -80,12 +85,12 @@ def install() -> None:
     if base is not None:
         own = inspect.unwrap(base.cache_position_offset)
         spread("cache_position_offset", own, _offset_of_dense_caches(own))
-    projections = sys.modules.get(f"{MLX_VLM}mla")
-    if projections is not None:
-        for name in ("MultiLinear", "QuantizedMultiLinear"):
-            of_mlx_vlm = getattr(projections, name)
-            if of_mlx_vlm is not getattr(mla, name):
-                spread(name, of_mlx_vlm, getattr(mla, name))
+    for part, names in _BLOCKS.items():
+        copies = sys.modules.get(f"{MLX_VLM}{part.__name__.rpartition('.')[2]}")
+        for name in names if copies is not None else ():
+            of_mlx_vlm, of_mlx_lm = getattr(copies, name), getattr(part, name)
+            if of_mlx_vlm is not of_mlx_lm:
+                spread(name, of_mlx_vlm, of_mlx_lm)
 
 
 @functools.cache
