@@ -64,6 +64,18 @@ def fp8(weight: torch.Tensor, block: tuple[int, int] | None, powers: bool, name:
     return Stored({"weight": codes, name: stored}, dense[:num_out, :num_in])
 
 
+def deepseek(weight: torch.Tensor, store: Callable[[torch.Tensor], Stored]) -> Stored:
+    """Stores as DeepSeek V4: its names, exponents in a dtype of their own, and signed bytes."""
+    found = store(weight)
+    values, scales = found.tensors.values()
+    if scales.dtype != torch.uint8:
+        scales = (torch.log2(scales) + 127).to(torch.uint8)
+    stored = {"weight": values, "scale": scales.view(torch.float8_e8m0fnu)}
+    if values.dtype == torch.uint8:
+        stored["weight"] = values.view(torch.int8)
+    return Stored(stored, found.dense)
+
+
 def compressed(weight: torch.Tensor, compressor: Any, **args: Any) -> Stored:
     """Stores and decompresses with a compressor of compressed-tensors."""
     given = QuantizationArgs(**args)
@@ -333,6 +345,10 @@ FORMATS: dict[str, Format] = {
         partial(awq, by=64),
     ),
 }
+for _name, _block in (("fp8 blocks of 128", 128), ("fp8 blocks of 32", 32), ("mxfp4", 128)):
+    _form = _fp8((_block, _block), True)
+    _store = FORMATS["compressed mxfp4"].store if _name == "mxfp4" else _form.store
+    FORMATS[f"deepseek {_name}"] = Format(_form.quantization, partial(deepseek, store=_store))
 
 
 def weight_of(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:

@@ -132,6 +132,16 @@ def test_groups_of_several_formats_are_told_by_their_targets(tmp_path):
         assert off(served_as[f"{name}.weight"], expected[name]) < 1e-6
 
 
+@pytest.mark.parametrize(
+    "form", ["fp8 rows", "compressed int8", "compressed mxfp4", "deepseek mxfp4"]
+)
+def test_a_weight_without_its_scales_is_rejected(tmp_path, form):
+    values, *_ = FORMATS[form].store(weight_of(SHAPES[0])).tensors.items()
+    save_file({f"{NAME}.{values[0]}": values[1]}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="whose other tensors are missing"):
+        served(tmp_path, form)
+
+
 def test_scales_that_nothing_reads_are_named_once(tmp_path):
     found = FORMATS["fp8 tensor"].store(weight_of(SHAPES[0])).tensors
     tensors = {f"{NAME}.{name}": tensor for name, tensor in found.items()}
@@ -183,6 +193,7 @@ CONTRADICTIONS = [
     ("compressed 4 bits", {"strategy": "channel"}, "strategy=channel"),
     ("compressed int8", {"num_bits": 4}, "num_bits=4"),
     ("compressed nvfp4", {"group_size": 32}, "group_size=32"),
+    ("deepseek fp8 blocks of 32", {"weight_block_size": [128, 128]}, "blocks of 128x128"),
 ]
 
 
@@ -201,7 +212,8 @@ def test_what_config_json_says_otherwise_is_named(tmp_path, form, changes, named
 
 def _changed(tensors, form):
     """Yields tensors of another layout with the same names, by the kind of error."""
-    name = next(n for n in ("weight_scale_inv", "weight_scale", "scales") if n in tensors)
+    names = ("weight_scale_inv", "weight_scale", "scales", "scale")
+    name = next(n for n in names if n in tensors)
     scale = tensors[name]
     exponents = scale.dtype == torch.uint8
     other = 254 - scale if exponents else (1 / scale.float()).to(scale.dtype)
@@ -216,7 +228,7 @@ def _changed(tensors, form):
         if name in tensors:
             yield "reciprocal scale of the tensor", {name: 1 / tensors[name]}
     for name in ("weight_packed", "qweight", "weight"):
-        if name in tensors and tensors[name].dtype in (torch.uint8, torch.int32):
+        if name in tensors and tensors[name].dtype in (torch.uint8, torch.int8, torch.int32):
             as_bytes = tensors[name].contiguous().view(torch.uint8)
             other = (as_bytes >> 4) | (as_bytes << 4)
             yield "nibble order", {name: other.view(tensors[name].dtype)}

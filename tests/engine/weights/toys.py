@@ -2,13 +2,17 @@
 """Small transformers models with linear layers in a published format."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import torch
-from engine.models.published import FAMILIES, log_probabilities, make, write
+from engine.models.published import FAMILIES, VOCAB, log_probabilities, make, write
+from engine.models.recurrent import write_model
+from engine.models.v41_formulas import of_v41
 from engine.weights.published_formats import FORMATS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -77,10 +81,9 @@ def reference_of_gpt_oss(folder: Path, **changes: Any) -> torch.nn.Module:
         dense = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
         model.state_dict()[name].copy_(dense)
     save_file(stored, path, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
     left_out = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
-    (folder / "config.json").write_text(json.dumps(config))
+    settings = {"quant_method": "mxfp4", "modules_to_not_convert": left_out}
+    change_config(folder, quantization_config=settings)
     return model
 
 
@@ -106,9 +109,7 @@ def reference_of_hy_v4(folder: Path) -> torch.nn.Module:
             stored[name] = tensor
     stored["model.mtp_layers.0.enorm.weight"] = torch.ones(sizes["hidden_size"])
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp8"}
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, quantization_config={"quant_method": "mxfp8"})
     return model
 
 
@@ -138,6 +139,98 @@ def reference_of_glm5_next(folder: Path, form: str) -> torch.nn.Module:
     )
     write_stored(form, stored, folder)
     return reference.float().eval()
+
+
+#: Parts of DeepSeek V4's names, in published files and in transformers'.
+_NAMES_OF_DEEPSEEK = (
+    ("model.embed_tokens.", "embed."),
+    ("model.hc_head.hc_", "hc_head_"),
+    ("model.", ""),
+)
+
+
+#: Names of linear layers that published files of DeepSeek V4 quantize.
+_QUANTIZED_IN_DEEPSEEK = re.compile(r"(?<!compressor)\.(wq_[ab]|wkv|wo_[ab]|w[123])\.weight")
+
+
+def reference_of_deepseek_v4(folder: Path) -> torch.nn.Module:
+    """Writes DeepSeek V4 as published; returns transformers' model of its values."""
+    write(make(FAMILIES["deepseek_v4"], **SIZES), folder)
+    path = folder / "model.safetensors"
+    stored, dense = as_deepseek(load_file(path), "deepseek fp8 blocks of 128")
+    save_file(dense, path, {"format": "pt"})
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    for transformers, published in _NAMES_OF_DEEPSEEK:
+        stored = {name.replace(transformers, published, 1): t for name, t in stored.items()}
+    write_stored("deepseek fp8 blocks of 128", stored, folder)
+    change_config(folder, expert_dtype="fp4")
+    return reference.float().eval()
+
+
+#: Parts of names in mlx-lm's module of DeepSeek V4.1, and in published files.
+_NAMES_OF_V41 = (
+    *(("lm_head.", "head."), ("model.embed_tokens.", "embed."), ("model.", "")),
+    *((".self_attn.", ".attn."), (".mlp.", ".ffn."), (".experts.switch_mlp.", ".experts.")),
+    *((".input_layernorm.", ".attn_norm."), (".post_attention_layernorm.", ".ffn_norm.")),
+    *((f".{part}_hc.", f".hc_{part}_") for part in ("attn", "ffn")),
+    *((".compressor.kv_norm.", ".compressor.norm."), (".compressor.gate_proj.", "..wgate.")),
+    *((".indexer.k_proj.", ".indexer.wk."), (".e_score_correction_bias", ".bias")),
+    *((f".attn.{part}_proj.", f".attn.w{part}.") for part in ("q_a", "q_b", "kv", "o_a", "o_b")),
+    *((".kv_proj.", ".wkv."), (".q_b_proj.", ".wq_b."), (".q_a_norm.", ".q_norm.")),
+    *((".sinks", ".attn_sink"), (".gate_proj.", ".w1."), (".down_proj.", ".w2.")),
+    *((".up_proj.", ".w3."), ("..wgate.", ".compressor.wgate.")),
+)
+
+
+def write_deepseek_v41(published: Path, dense: Path) -> None:
+    """Writes DeepSeek V4.1 as published into a folder, and its values into another."""
+    sizes = {"head_dim": 64, "q_lora_rank": 64, "o_lora_rank": 32, "moe_intermediate_size": 64}
+    family = of_v41(vocab_size=VOCAB, hidden_size=64, **sizes)
+    write_model(family, dense, drawn=True)
+    arrays = load_file(dense / "model.safetensors")
+    stored, values = as_deepseek(dict(_published_v41(arrays)), "deepseek fp8 blocks of 32")
+    published.mkdir()
+    (published / "config.json").write_text((dense / "config.json").read_text())
+    write_stored("deepseek fp8 blocks of 32", stored, published)
+    save_file(values, dense / "model.safetensors", {"format": "pt"})
+
+
+def _published_v41(arrays: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Renames mlx-lm's arrays; experts and groups of projections are stored one by one."""
+    for name, array in arrays.items():
+        for ours, theirs in _NAMES_OF_V41:
+            name = name.replace(ours, theirs)
+        if ".ffn.experts." in name:
+            for index, expert in enumerate(array):
+                yield name.replace(".experts.", f".experts.{index}."), expert.contiguous()
+        else:
+            yield name, array.flatten(0, 1) if name.endswith("wo_a.weight") else array
+
+
+def as_deepseek(
+    tensors: dict[str, torch.Tensor], form: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns tensors of published names as DeepSeek stores them, and their stored values.
+
+    Experts are MXFP4; `form` is that of other linear layers.
+    """
+    stored: dict[str, torch.Tensor] = {}
+    dense: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if not _QUANTIZED_IN_DEEPSEEK.search(name):
+            stored[name] = dense[name] = tensor
+            continue
+        found = FORMATS["deepseek mxfp4" if ".experts." in name else form].store(tensor)
+        module = name.removesuffix(".weight")
+        stored |= {f"{module}.{part}": each for part, each in found.tensors.items()}
+        dense[name] = found.dense.float()
+    return stored, dense
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    """Sets keys of a folder's config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
 
 
 def _is_mxfp8(name: str, tensor: torch.Tensor) -> bool:
@@ -173,9 +266,7 @@ def stored_as(
 def write_stored(form: str, stored: dict[str, torch.Tensor], folder: Path) -> None:
     """Writes tensors in a format into a folder that has a config.json."""
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = FORMATS[form].quantization
-    (folder / "config.json").write_text(json.dumps(config))
+    change_config(folder, quantization_config=FORMATS[form].quantization)
 
 
 def _one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ _QUANTIZED_ONLY = re.compile(
     r"|weight_scale_2|weight_global_scale|weight_zero_point|weight_g_idx|scale_inv|pre_quant_scale"
     r"|(gate_up_proj|down_proj)_(blocks|scales|scale))$"
 )
-_FLOAT8 = "F8_E4M3"
+_CODES = ("F8_E4M3", "I8")  # dtypes that only quantized weights have
 
 
 def plan_of(config: Config, headers: Mapping[str, Header], folder: Path | None = None) -> Plan:
@@ -91,7 +91,7 @@ def _check_rest(
         if name in known:
             continue
         is_quantized = quantization is not None and _QUANTIZED_ONLY.search(name)
-        if header.dtype == _FLOAT8 or is_quantized:
+        if header.dtype in _CODES or is_quantized:
             method = "no quantization_config" if quantization is None else quantization.method
             raise ModelLoadError(
                 f"{name} ({header.dtype}, {list(header.shape)}) is not supported with {method}: it "

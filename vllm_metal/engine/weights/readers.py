@@ -92,14 +92,18 @@ def blocks_of_gpt_oss(
 
 
 def float4(name: str, tensors: Tensors, quantization: Quantization | None) -> StoredWeight | None:
-    """Recognizes NVFP4 and MXFP4 of compressed-tensors and modelopt, with two values per byte."""
-    if tensors.dtype(name) != "U8" or len(tensors.shape(name)) < 2:
+    """Recognizes NVFP4 and MXFP4 with two values per byte.
+
+    Of compressed-tensors, modelopt and DeepSeek, whose bytes are signed.
+    """
+    if tensors.dtype(name) not in ("U8", "I8") or len(tensors.shape(name)) < 2:
         return None
     module = re.sub(r"(\.|_)weight_packed$", "", name)
     weight = name if module == name else f"{module}.weight"
     stem = _stem(name) if module == name else f"{module}.weight"
-    scales = f"{stem}_scale"
-    if scales not in tensors:
+    candidates = (f"{stem}_scale", _deepseek_scale(name))
+    scales = next((each for each in candidates if each in tensors), None)
+    if scales is None or (tensors.dtype(name) == "I8" and tensors.dtype(scales) not in _EXPONENT):
         return None
     args = _scheme(weight, quantization)
     group, kind = (16, "NVFP4") if tensors.dtype(scales) == _FLOAT8 else (32, "MXFP4")
@@ -216,9 +220,14 @@ def _stem(name: str) -> str:
     return name if name.endswith(".weight") else f"{name}_weight"
 
 
+def _deepseek_scale(name: str) -> str:
+    """Name of a weight's scales in checkpoints of DeepSeek V4 and V4.1."""
+    return f"{name.removesuffix('.weight')}.scale"
+
+
 def _scale_of(name: str, tensors: Tensors) -> str | None:
     """Returns the name of a weight's scales, by any format's naming scheme; None if missing."""
-    candidates = [f"{name}_scale_inv", f"{name}_scale"]
+    candidates = [f"{name}_scale_inv", f"{name}_scale", _deepseek_scale(name)]
     if not name.endswith(".weight"):
         candidates += [f"{name}_weight_scale_inv", f"{name}_weight_scale"]
     return next((each for each in candidates if each in tensors), None)
