@@ -15,7 +15,7 @@ from e2e.disk import HITS, disk_engine
 from e2e.harness import counters, engine, generate, greedy, run_out
 from e2e.test_quantized_cache import QuantizedDense
 from engine.models.published import VOCAB, log_probabilities
-from engine.weights.toys import DENSE, reference_of, reference_of_gpt_oss
+from engine.weights.toys import DENSE, reference_of, reference_of_deepseek_v4, reference_of_gpt_oss
 from transformers import AutoModelForCausalLM
 
 from vllm_metal.engine.models.embedded import smollm2_gguf
@@ -38,6 +38,7 @@ FORMS = {
     "fp8 blocks of 128": TIE,
     "compressed 4 bits, zeros": TIE,
     "gpt-oss": TIE,
+    "DeepSeek V4": TIE,
     "GGUF": 0.03,
 }
 #: Weights that no MLX packing holds exactly are served in 8 bits with groups of 64.
@@ -48,6 +49,8 @@ def written(form: str, folder: Path) -> tuple[str, Any]:
     """Writes the model; returns transformers' model of its values."""
     if form == "gpt-oss":
         return str(folder), reference_of_gpt_oss(folder)
+    if form == "DeepSeek V4":
+        return str(folder), reference_of_deepseek_v4(folder)
     if form != "GGUF":
         reference = reference_of("llama", form, folder)
         if form in ROUNDED:
@@ -97,7 +100,7 @@ def check(reference: Any, prompts: list[list[int]], answers: list[list[int]], ti
         *(
             pytest.param(form, 2, marks=pytest.mark.slow)
             for form in FORMS
-            if form not in ("GGUF", "fp8 blocks of 128")
+            if form not in ("GGUF", "DeepSeek V4", "fp8 blocks of 128")
         ),
     ],
 )

@@ -63,7 +63,7 @@ def test_chunks_of_a_mixed_batch_equal_the_dense_forward(name, monkeypatch):
                     "sliding_attention": {"rope_type": "yarn", "rope_theta": 700.0, "factor": 2.0},
                 }
             },
-            r"a different rope_type for sliding_attention",
+            r"another rope_type for sliding_attention",
         ),
         ("ernie4_5_moe_vl", {"moe_gate_act": "sigmoid"}, r"moe_gate_act='sigmoid'"),
         ("ernie4_5_moe_vl", {"use_bias": True}, r"use_bias=True"),

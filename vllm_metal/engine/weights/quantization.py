@@ -20,6 +20,7 @@ METHODS = {
     "fp8": "fp8",
     "fbgemm_fp8": "fp8",
     "mxfp8": "fp8",
+    "deepseek_v4_fp8": "fp8",  # vLLM's name of it for these families
     "compressed-tensors": "compressed-tensors",
     "modelopt": "modelopt",
     "modelopt_fp4": "modelopt",
