@@ -20,14 +20,13 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache
 
 from vllm_metal.patches.mlx_patches.families.arrays import Arrays, renamed
 from vllm_metal.patches.mlx_patches.families.forwards import joined
+from vllm_metal.patches.mlx_patches.families.ngrams import after_state, tokens_before
 from vllm_metal.patches.mlx_patches.recurrences import SequenceCall
 from vllm_metal.patches.mlx_patches.replacing import after_init, wrap
 from vllm_metal.patches.mlx_patches.seam import AttendingCache, GroupChoice
 
 _INDEXED, _FULL = "indexed_attention", "full_attention"
 _STATES = 2  # arrays of a recurrent state: convolution and delta rule, tokens and convolution
-#: Columns of the state with the tokens before: the kernels' fewest channels.
-_COLUMNS = 8
 _SHARD = re.compile(r"(.*\.ngram_embedding)\.shards\.(\d+)\.(\w+)")
 #: Text models of their own have names without the multimodal model's prefix.
 _OF_TEXT = re.compile(r"^model\.(?=embed_tokens\.|layers\.|hyper_connection_mixer\.)")
@@ -135,37 +134,10 @@ def ngram_rows(layer: Any, tokens: mx.array, earlier: Sequence[mx.array]) -> mx.
 
 
 def _tokens_before(self: Any, input_ids: mx.array, cache: Any) -> list[mx.array]:
-    """Returns [B, L] int64 for each distance from 1 on: the tokens before each token.
-
-    They are a convolution's state: float32 is exact up to 2**24, and zeros are ends of texts.
-    """
-    count = self.context_len
-    tokens = (input_ids - self.eos_token_id).astype(mx.float32)[..., None]
-    rows = mx.broadcast_to(tokens, (*input_ids.shape, max(count, _COLUMNS)))
-    if isinstance(cache, SequenceCall):
-        # `fit` records operations, compiled ones among them, only if they depend on weights.
-        rows = mx.depends(rows, self.layer_multipliers)
-        # Column n of the result is the token n + 1 places before; the newest tap is the last.
-        places = count - 1 - mx.arange(rows.shape[-1])
-        taps = (mx.arange(count + 1) == places[:, None]).astype(mx.float32)
-        shifted = cache.convolve(rows[0], taps, None)[None]
-        found = [shifted[..., distance] for distance in range(count)]
-    else:
-        rows = _after_state(rows, cache, 0, count)
-        length = input_ids.shape[1]
-        found = [rows[:, count - n : count - n + length, 0] for n in range(1, count + 1)]
-    return [each.astype(mx.int64) + self.eos_token_id for each in found]
-
-
-def _after_state(rows: mx.array, cache: Any, part: int, count: int) -> mx.array:
-    """Puts [B, count, C] rows of a state before [B, L, C] rows, and keeps the last `count`."""
-    state = None if cache is None else cache[part]
-    if state is None:
-        state = mx.zeros((len(rows), count, rows.shape[-1]), rows.dtype)
-    rows = mx.concatenate([state, rows], axis=1)
-    if cache is not None:
-        cache[part] = mx.contiguous(rows[:, -count:])
-    return rows
+    """Returns [B, L] int64 for each distance from 1 on; before a text, the end of a text."""
+    end = self.eos_token_id
+    found = tokens_before(input_ids - end, cache, self.context_len, self.layer_multipliers)
+    return [each + end for each in found]
 
 
 def _convolve(self: Any, x: mx.array, cache: Any) -> mx.array:
@@ -175,7 +147,7 @@ def _convolve(self: Any, x: mx.array, cache: Any) -> mx.array:
         weight = mx.pad(self.conv1d.weight, [(0, 0), (0, 0), (0, gap)]).flatten(1)
         weight = weight[:, : weight.shape[1] - gap]
         return nn.silu(cache.convolve(x[0], weight, None))[None]
-    return nn.silu(self.conv1d(_after_state(x, cache, 1, self.short_conv_state_len)))
+    return nn.silu(self.conv1d(after_state(x, cache, 1, self.short_conv_state_len)))
 
 
 # The module compiles these for each number of tokens, and `fit` cannot record compiled operations.
