@@ -11,6 +11,7 @@ from e2e.harness import counters, engine, greedy, run_out
 from e2e.harness import generate as generated
 from engine.models import further, of_mlx_vlm, recurrent
 from engine.models.published import FAMILIES, VOCAB, make, write
+from engine.models.v41_formulas import write_with_memory
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
 from vllm import SamplingParams
 
@@ -47,6 +48,13 @@ def layers(tmp_path_factory):
     text = FAMILIES["qwen4_exp"].config["text_config"] | {"head_dim": 64, "indexer_head_dim": 64}
     model = make(FAMILIES["qwen4_exp"], text_config=text)
     return write(model, tmp_path_factory.mktemp("layers") / "model")
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """Two of its layers read rows of a table each before they attend."""
+    sizes = {"head_dim": 64, "index_head_dim": 64}
+    return write_with_memory(tmp_path_factory.mktemp("memory") / "model", **sizes)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +117,9 @@ def late(monkeypatch):
         pytest.param("layers", "mlx", None, marks=pytest.mark.more),
         pytest.param("layers", "mlx", "ngram", marks=pytest.mark.more),
         pytest.param("layers", "interpret", "ngram", marks=pytest.mark.slow),
+        pytest.param("memory", "mlx", None, marks=pytest.mark.more),
+        pytest.param("memory", "mlx", "ngram", marks=pytest.mark.more),
+        pytest.param("memory", "interpret", "ngram", marks=pytest.mark.slow),
         pytest.param("values", "mlx", None, marks=pytest.mark.more),
     ],
 )
@@ -116,7 +127,7 @@ def test_tokens_are_those_of_a_loaded_table(model, late, monkeypatch, kernels, d
     """Chunks, greedy and seeded requests in one batch, and a hit."""
     folder = request.getfixturevalue(model)
     monkeypatch.setenv("VLLM_METAL_KERNELS", kernels)
-    vocabulary = recurrent.VOCAB if model in ("ngrams", "values") else VOCAB
+    vocabulary = recurrent.VOCAB if model in ("ngrams", "memory", "values") else VOCAB
     asked, found, hits = prompts(5, 33, 50, vocabulary=vocabulary), {}, {}
     speculation = None
     if drafts is not None:
@@ -126,7 +137,9 @@ def test_tokens_are_those_of_a_loaded_table(model, late, monkeypatch, kernels, d
             else {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
         )
     for place in ("memory", "disk"):
-        with start(folder, place, speculative_config=speculation) as llm:
+        # Enough blocks to keep the prompts' in five groups of layers, of a memory's model.
+        blocks = {"num_gpu_blocks_override": 80}
+        with start(folder, place, speculative_config=speculation, **blocks) as llm:
             found[place] = [
                 [list(output.outputs[0].token_ids) for output in outputs]
                 for outputs in (

@@ -10,14 +10,17 @@ from e2e.harness import Dense, engine
 from e2e.test_hybrids import NGRAM, TOLD, check_passes
 from engine.models.further import FAMILIES, REFUSED
 from engine.models.recurrent import write_model
+from engine.models.v41_formulas import write_with_memory
 from mlx_lm.models.cache import make_prompt_cache
 
+#: DeepSeek V4.1 with n-gram memory, whose layers have states beside compressed entries.
+MEMORY = "deepseek_v41, memory"
 #: One that transformers and vLLM do not know, K/V of other layers, and states alone.
-MORE = ("gemma3n",)
+MORE = ("gemma3n", MEMORY)
 #: Families with states alone: their blocks have 32 tokens here, and each request owns two blocks.
 ALONE = ("mamba", "rwkv7")
 #: Families whose layers each have states and K/V: a request takes twice the blocks of others.
-BOTH = ("baichuan_m1", "longcat_flash_ngram")
+BOTH = ("baichuan_m1", "longcat_flash_ngram", MEMORY)
 
 
 class Cached(Dense):
@@ -31,14 +34,17 @@ class Cached(Dense):
     "name",
     [
         pytest.param(name, marks=pytest.mark.more if name in MORE else pytest.mark.slow)
-        for name in FAMILIES
+        for name in (*FAMILIES, MEMORY)
     ],
 )
 @pytest.mark.parametrize(
     "chunk", [64, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in (1, 7, 512))]
 )
 def test_texts_under_load(name, chunk, tmp_path):
-    model = write_model(FAMILIES[name], tmp_path / name)
+    if name == MEMORY:
+        model = write_with_memory(tmp_path / name)
+    else:
+        model = write_model(FAMILIES[name], tmp_path / name)
     options = {"block_size": 32} if name in ALONE else {}
     if chunk == 1:  # a token a step: few requests do
         check_passes(model, 1, 3, Cached, max_num_batched_tokens=1, max_num_seqs=1, **options)

@@ -8,6 +8,7 @@ from e2e.harness import Dense, counters, engine, free_blocks, generate, greedy, 
 from e2e.peers import consumer, decode, free_port, prefill, producer
 from engine.models import further, latent, of_mlx_vlm, published
 from engine.models.recurrent import FAMILIES, VOCAB, Family, write_model
+from engine.models.v41_formulas import write_with_memory
 
 from vllm_metal.engine.models.executor import ModelExecutor
 
@@ -244,6 +245,9 @@ def test_random_traffic(folders, seed):
         print(name, {k: v for k, v in counters(llm).items() if v and k in TOLD})
 
 
+MEMORY = "deepseek_v41, n-gram memory"
+
+
 def disk_options(folder):
     return {"additional_config": {"prefix_cache_dir": str(folder), "fixed_draft_length": True}}
 
@@ -254,12 +258,15 @@ def disk_options(folder):
     [
         *("glm_moe_dsa", "minimax_m3_vl", "glm5_next", "deepseek_v4", "deepseek_v41", "qwen4_exp"),
         pytest.param("hy_v4", marks=pytest.mark.slow),
+        pytest.param(MEMORY, marks=pytest.mark.slow),
     ],
 )
 def test_index_keys_leave_the_pool_with_the_latents_or_kv(name, tmp_path):
     """They return from a disk and reach an engine that decodes for another."""
     drawn = further.FAMILIES | of_mlx_vlm.FAMILIES
-    if name in drawn:
+    if name == MEMORY:
+        model = write_with_memory(tmp_path / "model")
+    elif name in drawn:
         model = write_model(drawn[name], tmp_path / "model", drawn=True)
     else:
         model = published.write(published.make(published.FAMILIES[name]), tmp_path / "model")
@@ -369,7 +376,7 @@ def test_engines_in_processes_of_their_own_prefill_and_decode(folders, name, blo
 #: Families that mlx-lm divides by heads: one with states, two whose index keys each rank has. Of
 #: MiniMax M3's indexer, a rank has the heads that choose for its K/V heads.
 BY_HEADS = {"qwen3_5_text": {"num_key_value_heads": 2}, "deepseek_v32": {}, "minimax_m3_vl": {}}
-V41 = "deepseek_v41"  # another one, without a class of transformers
+V41 = "deepseek_v41"  # another one, with n-gram memory, without a class of transformers
 
 
 @pytest.mark.usefixtures("spawned")
@@ -393,8 +400,7 @@ def test_ranks_of_an_engine_in_its_own_process(folders, name, block_size, tmp_pa
         made = published.make(published.FAMILIES[name], **changes)
         shape, model = {"tensor_parallel_size": 2}, published.write(made, tmp_path / "model")
     if name == V41:
-        drawn = write_model(further.FAMILIES[name], tmp_path, drawn=True)
-        shape, model = {"tensor_parallel_size": 2}, drawn
+        shape, model = {"tensor_parallel_size": 2}, write_with_memory(tmp_path / "model")
     dense, prompts = Dense(model), prompts_of(8)
     with hybrid_engine(model, block_size=block_size, **shape) as llm:
         for _ in range(2):

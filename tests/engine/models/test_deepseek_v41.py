@@ -121,7 +121,6 @@ def test_blocks_limit_later_choices(monkeypatch):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"engram_layer_ids": [1]}, r"engram_layer_ids=\[1\].*Choose a checkpoint without"),
         ({"sliding_window": 0}, "sliding_window=0"),
         ({"o_groups": 3}, "o_groups=3.*num_attention_heads=4"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type='linear'"),
@@ -134,7 +133,7 @@ def test_blocks_limit_later_choices(monkeypatch):
         ({"n_shared_experts": 2}, "n_shared_experts=2"),
         ({"attention_bias": True}, "attention_bias=True"),
         # Of layers that draft, and of no layer.
-        ({"dspark_markov_rank": 256, "engram_n_heads": 8, "num_nextn_predict_layers": 3}, None),
+        ({"dspark_markov_rank": 256, "engram_n_heads": 7, "num_nextn_predict_layers": 3}, None),
     ],
 )
 def test_settings_of_deepseek_v41_that_are_not_computed_are_rejected(keys, message):

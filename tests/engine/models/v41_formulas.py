@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek V4.1's forward of a whole text in NumPy and float64, token by token where it chooses."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from engine.models.further import FAMILIES
+from engine.models.recurrent import make_model, write_model
 from mlx.utils import tree_flatten
+
+from vllm_metal.patches.mlx_patches.families import engram
 
 _E4M3, _E2M1 = (3, -6, 448.0), (1, 0, 6.0)  # bits of mantissa, least exponent, largest value
 
@@ -14,6 +19,72 @@ def of_v41(**changes):
     """Returns the small model's family with other keys of config.json."""
     family = FAMILIES["deepseek_v41"]
     return replace(family, config={"text_config": family.config["text_config"] | changes})
+
+
+#: n-gram memory before two layers, whose tables have rows for primes from 50 on.
+MEMORY = {
+    "engram_layer_ids": [1, 4],
+    "engram_num_embeddings": [53 + 59 + 61 + 67, 71 + 73 + 79 + 83],
+    "engram_max_ngram_size": 3,
+    "engram_vocab_size": 50,
+    "engram_n_heads": 2,
+    "engram_head_dim": 8,
+    "engram_pad_token_id": 2,
+    "engram_compressed_vocab_size": 40,
+}
+TOKEN_MAP = [(7 * token + 3) % 40 for token in range(64)]
+
+
+def with_memory(seed=1, **changes):
+    """Makes the small model with a memory, whose gates are between closed and open."""
+    model = make_model(of_v41(**MEMORY | changes), seed, drawn=True)
+    for index in model.args.engram_layer_ids:
+        module = model.layers[index].engram
+        module.q_weight, module.k_weight = 1 + module.q_weight, 1 + module.k_weight
+    engram.use_token_map(model, model.args, TOKEN_MAP)
+    return model
+
+
+def write_with_memory(folder, **changes):
+    """Writes the small model with a memory as a folder."""
+    written = write_model(of_v41(**MEMORY | changes), Path(folder), drawn=True)
+    (Path(folder) / "engram_token_map.json").write_text(json.dumps(TOKEN_MAP))
+    return written
+
+
+def primes_from(least, count):
+    """Returns the first primes that are not less than `least`."""
+    found, number = [], least
+    while len(found) < count:
+        if all(number % factor for factor in range(2, int(number**0.5) + 1)):
+            found.append(number)
+        number += 1
+    return found
+
+
+def ngram_rows(args, token_map, layer, tokens, without_order=None):
+    """Returns [T, orders * heads] rows of a layer's table (arXiv:2601.07372, section 2.2).
+
+    An n-gram is mixed by odd multipliers and exclusive or, and taken modulo a prime for each head.
+    Each order and head has its own range of rows. Before a text is the token that pads it.
+    """
+    longest, heads = args.engram_max_ngram_size, args.engram_n_heads
+    width = (longest - 1) * heads
+    number = list(args.engram_layer_ids).index(layer)
+    primes = primes_from(args.engram_vocab_size, width * (number + 1))[-width:]
+    bound = (2**63 - 1) // args.engram_compressed_vocab_size // 2
+    multipliers = 2 * np.random.default_rng(10007 * layer).integers(0, bound, longest) + 1
+    ids = [token_map[args.engram_pad_token_id]] * (longest - 1) + [token_map[t] for t in tokens]
+    found = np.zeros((len(tokens), width), np.int64)
+    for token in range(len(tokens)):
+        for order in range(2, longest + 1):
+            mixed = 0
+            for distance in range(order):
+                mixed ^= ids[token + longest - 1 - distance] * int(multipliers[distance])
+            for head in range(heads):
+                column = (order - 2) * heads + head
+                found[token, column] = sum(primes[:column]) + mixed % primes[column]
+    return found
 
 
 def softmax(scores):
@@ -31,8 +102,8 @@ class Formulas:
     Of equal scores the first entries and blocks are chosen, with `last` the last ones.
     """
 
-    def __init__(self, model, last=False):
-        self.args, self.last = model.args, last
+    def __init__(self, model, last=False, token_map=()):
+        self.args, self.last, self.token_map = model.args, last, token_map
         self.weights = {
             name: np.array(array, np.float64) for name, array in tree_flatten(model.parameters())
         }
@@ -49,6 +120,9 @@ class Formulas:
         shared = {}
         for index in range(args.num_hidden_layers):
             name = f"model.layers.{index}"
+            if index in args.engram_layer_ids:
+                rows = ngram_rows(args, self.token_map, index, tokens)
+                streams = self.remembered(name, streams, rows)
             for part, norm in (("attn", "input"), ("ffn", "post_attention")):
                 before, after, combined = self.connection(f"{name}.{part}_hc", streams)
                 x = np.einsum("ts,tsh->th", mix, streams)
@@ -58,6 +132,23 @@ class Formulas:
                 streams, mix = streams + after[..., None] * out[:, None], before
         x = self.norm("model.norm", np.einsum("ts,tsh->th", mix, streams))
         return x @ self.weights["lm_head.weight"].T
+
+    def remembered(self, name, streams, rows):
+        """Adds the value of a token's rows to its streams, by gates of their own.
+
+        streams: [T, S, H]. rows: [T, n]. A gate is the sigmoid of the scaled product of a stream
+        and its key, both normalized, of which the root is taken with its sign.
+        """
+        (count, size), eps = streams.shape[1:], self.args.rms_norm_eps
+        embedded = self.weights[f"{name}.engram.embed.weight"][rows].reshape(len(rows), -1)
+        found = self.linear(f"{name}.engram.wkv", self.rounded(embedded, _E4M3, 32, 1e-4))
+        keys, value = found[:, :-size].reshape(-1, count, size), found[:, -size:]
+        keys = keys / np.sqrt((keys * keys).mean(-1, keepdims=True) + eps)
+        normed = streams / np.sqrt((streams * streams).mean(-1, keepdims=True) + eps)
+        weight = self.weights[f"{name}.engram.q_weight"] * self.weights[f"{name}.engram.k_weight"]
+        product = (normed * weight * keys).sum(-1) / np.sqrt(size)
+        roots = np.copysign(np.sqrt(np.maximum(np.abs(product), 1e-6)), product)
+        return streams + sigmoid(roots)[..., None] * value[:, None]
 
     def linear(self, name, x):
         return x @ self.weights[f"{name}.weight"].T

@@ -13,6 +13,7 @@ import torch
 from engine.models import further, of_mlx_vlm
 from engine.models.published import FAMILIES, make
 from engine.models.recurrent import write_model
+from engine.models.v41_formulas import MEMORY, TOKEN_MAP, of_v41
 from engine.weights.toys import DENSE, stored_as, write_stored
 from mlx.utils import tree_flatten
 from mlx_lm.models import gemma4_text
@@ -240,6 +241,10 @@ _LONGCAT = further.FAMILIES["longcat_flash_ngram"]
 _NGRAMS = _LONGCAT.config | {"emb_split_num": 1, "ngram_vocab_size_ratio": 32}
 #: Small models of other families; their tables' paths, number and quantization.
 OTHERS = {
+    "deepseek_v41": (
+        *(of_v41(**MEMORY | {"engram_head_dim": 32}), ".engram.embed.", 2),
+        {"group_size": 32, "bits": 4, "mode": "affine"},
+    ),
     "limite": (
         *(of_mlx_vlm.FAMILIES["limite"], ".value_embeds.", 1),
         {"group_size": 16, "bits": 4, "mode": "nvfp4"},
@@ -257,6 +262,8 @@ def test_logits_with_tables_of_other_families(tmp_path, name, quantized):
     """Their tables together are more than a layer, or all of them are loaded."""
     family, mark, count, form = OTHERS[name]
     folder = Path(write_model(family, tmp_path / "model", drawn=True))
+    if name == "deepseek_v41":
+        (folder / "engram_token_map.json").write_text(json.dumps(TOKEN_MAP))
     if quantized:
         model = lazy_model(folder, mx.float32)
 

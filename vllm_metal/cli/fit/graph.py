@@ -129,7 +129,7 @@ def recordable(metal: bool) -> Iterator[None]:
         mx.set_default_device(mx.Device(mx.cpu))
         stack.callback(mx.set_default_device, device)
         for name, module in list(sys.modules.items()):
-            if name.startswith(("mlx.", "mlx_lm.")):
+            if name.startswith(("mlx.", "mlx_lm.", "mlx_vlm.")):
                 for attribute, value in list(vars(module).items()):
                     if type(value) is _COMPILED:
                         stack.enter_context(replaced(module, attribute, _whole(value)))

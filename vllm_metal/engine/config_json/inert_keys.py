@@ -110,11 +110,9 @@ _OF_STEPS = names("time_step_floor time_step_max time_step_min time_step_scale")
 OF_MODULE: Mapping[str, frozenset[str]] = {
     # Both transformers' class and the module read attn_config's kv_n_heads instead.
     "dbrx": names("num_key_value_heads"),
-    # Of layers that draft, and of n-gram memory: the family's patch rejects layers that have it.
-    "deepseek_v41": names(
+    "deepseek_v41": names(  # of layers that draft
         "dspark_markov_rank dspark_n_routed_experts dspark_num_experts_per_tok "
-        "dspark_target_layer_ids engram_compressed_vocab_size engram_head_dim "
-        "engram_max_ngram_size engram_n_heads engram_num_embeddings engram_vocab_size"
+        "dspark_target_layer_ids"
     ),
     "ernie4_5_moe_vl": names("vision_config"),
     "falcon_h1": names("mlp_expansion_factor"),  # intermediate_size is used

@@ -27,11 +27,13 @@ from vllm_metal.engine.weights import files
 from vllm_metal.engine.weights.disk_tables import TableRule
 from vllm_metal.engine.weights.judge import plan_of
 from vllm_metal.engine.weights.layers import FLOAT32
+from vllm_metal.engine.weights.lazy import has_outlines_only
 from vllm_metal.engine.weights.loading import Checkpoint, load_model, opened
 from vllm_metal.engine.weights.packed import Packed, Weight
 from vllm_metal.engine.weights.plan import Plan
 from vllm_metal.identity.model_files import HEAD_PATTERNS, ModelLoadError, model_folder
 from vllm_metal.patches.mlx_patches import registry as patches
+from vllm_metal.patches.mlx_patches.families.engram import load_token_map
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -190,6 +192,7 @@ def dense_model(
     read = config | _as_read(config, checkpoint)
     model = load_model(checkpoint, read, accounted(classes), dtype, trust_remote_code, tables)
     fix_ropes(model, config)
+    load_token_map(model, path, has_outlines_only())
     return model
 
 

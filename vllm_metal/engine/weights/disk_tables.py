@@ -5,7 +5,8 @@ Gemma 3n and Gemma 4 give each layer a vector from a table by token id, with 2.0
 in Gemma 3n E2B. mlx-lm loads it, since MLX reads a tensor as a whole where any of it is used, but a
 step needs one row per token. LongCat-Flash-Lite adds vectors of twelve tables by the hashes of the
 last two to four tokens, 31 billion parameters. Qwen4-Exp adds those of 16 rows, of 51 billion
-parameters in shards of rows.
+parameters in shards of rows, and DeepSeek V4.1 in each of two layers those of 24 rows, of 98
+billion.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from vllm_metal.engine.weights.table_reader import CACHE_BYTES, StoredRows, Tabl
 #: the embedding of tokens, which is often the head as well.
 TABLES = ("embed_tokens_per_layer", "value_embeds")
 #: Patterns of modules that are called with other ids, which the forward computes from token ids.
-TABLES_OF_NGRAMS = (r"ngram_embeddings\.embedders\.\d+", "ngram_embedding")
+TABLES_OF_NGRAMS = (r"ngram_embeddings\.embedders\.\d+", "ngram_embedding", r"engram\.embed")
 #: With "auto", tables stay on disk if the weights would take more than this share of the memory:
 #: the same as from which macOS is asked to keep weights resident (memory.wiring).
 LARGE_WEIGHTS = 1 / 2

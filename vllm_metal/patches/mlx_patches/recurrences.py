@@ -54,6 +54,10 @@ KNOWN = frozenset(
 )
 
 
+class KnownModule(nn.Module):
+    """A module of a patch with the same property as those of KNOWN."""
+
+
 class SequenceCall(ABC):
     """Replaces a module's cache, and computes everything that depends on other tokens.
 
@@ -122,8 +126,8 @@ def handed_to(call: SequenceCall) -> Iterator[None]:
 
 
 def known(module: nn.Module) -> bool:
-    """Returns whether a module's class, or one of its bases, is in KNOWN."""
-    return any(
+    """Returns whether a module's class, or one of its bases, is in KNOWN or a `KnownModule`."""
+    return isinstance(module, KnownModule) or any(
         (cls.__module__.removeprefix("mlx_lm.models."), cls.__name__) in KNOWN
         for cls in type(module).__mro__
     )

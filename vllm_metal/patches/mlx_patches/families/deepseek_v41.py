@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.base import BaseModelArgs
 
+from vllm_metal.patches.mlx_patches.families import engram
+from vllm_metal.patches.mlx_patches.families.arrays import Arrays
 from vllm_metal.patches.mlx_patches.families.deepseek_v4 import check_scaling
 from vllm_metal.patches.mlx_patches.replacing import wrap
 from vllm_metal.patches.mlx_patches.seam import (
@@ -35,6 +37,9 @@ from vllm_metal.patches.mlx_patches.seam import (
 
 #: Names of what mlx-lm's layers share in a forward.
 _ENTRIES, _INDEX, _CHOSEN, _BLOCKS = "compress_kv", "index_k", "topk_idx", "candidates"
+#: Prefix of the text model's names in what mlx-vlm converts.
+_OF_MLX_VLM = "language_model."
+_OF_IMAGES = ("vision.", "aligner.", "image_start", "image_end", "image_newline")
 _MOST_SLOTS = 4  # of an entry, if its group has as many positions
 
 
@@ -52,6 +57,9 @@ class _Groups(NamedTuple):
 def deepseek_v41(module: ModuleType) -> None:
     """Patches the arguments, the caches and the attention."""
     _nest_arguments(module)
+    engram.add_memory(module)
+    wrap(module.Model, "sanitize", _reading_names)
+    module.Model.tower_tensors = _OF_IMAGES
     wrap(module.TextArgs, "__post_init__", partial(_checking, module._shared_reads))
     wrap(module.Attention, "__init__", _keeping_arguments)
     wrap(module.Attention, "__call__", partial(_attending, module))
@@ -65,7 +73,7 @@ def _nest_arguments(module: Any) -> None:
 
     Keys of a config.json that has none are the text's.
     """
-    text: Any = module.ModelArgs
+    text: Any = engram.arguments(module.ModelArgs)
 
     @dataclass
     class ModelArgs(BaseModelArgs):
@@ -88,6 +96,26 @@ def _nest_arguments(module: Any) -> None:
     wrap(module.Model, "__init__", with_text)
 
 
+def _reading_names(before: Callable[..., Arrays]) -> Callable[..., Arrays]:
+    """Reads names that mlx-vlm writes, which are nearly the published ones."""
+
+    def sanitize(self: Any, weights: Arrays) -> Arrays:
+        ends: Arrays = {}  # the embedding and the head, which MLX quantizes
+        text: Arrays = {}
+        for name, array in weights.items():
+            if not name.startswith(_OF_MLX_VLM):
+                continue
+            name = name.removeprefix(_OF_MLX_VLM)
+            if name.startswith(("embed_tokens.", "head.")):
+                ends[f"lm_{name}" if name.startswith("head.") else f"model.{name}"] = array
+            else:
+                text[name.replace(".switch_mlp.", ".experts.switch_mlp.")] = array
+        found: Arrays = before(self, text or weights) | ends
+        return found
+
+    return sanitize
+
+
 def _checking(
     shared_reads: Callable[[Any, int], dict[str, int]], before: Callable[[Any], None]
 ) -> Callable[[Any], None]:
@@ -100,11 +128,6 @@ def _checking(
 
 
 def _check(args: Any) -> None:
-    if args.engram_layer_ids:
-        raise ValueError(
-            f"engram_layer_ids={list(args.engram_layer_ids)} of config.json is not supported: "
-            "mlx-lm's module has no n-gram memory. Choose a checkpoint without"
-        )
     if not (isinstance(args.sliding_window, int) and args.sliding_window > 0):
         raise ValueError(
             f"sliding_window={args.sliding_window} of config.json is not supported: every layer "
@@ -194,7 +217,7 @@ def _making_caches(before: Callable[..., list[Any]]) -> Callable[..., list[Any]]
             attention, count = layer.self_attn, 1
             if attention.is_kv_source:  # entries, index keys, and rows of open groups
                 count += 1 + attention.is_index_source + (attention.ratio > 1)
-            cache.caches = tuple(EntryRows() for _ in range(count))
+            cache.caches = (*(EntryRows() for _ in range(count)), *engram.states(layer))
         return found
 
     return make_cache
@@ -203,12 +226,14 @@ def _making_caches(before: Callable[..., list[Any]]) -> Callable[..., list[Any]]
 def _with_rows(module: Any, dense: Callable[..., mx.array]) -> Callable[..., mx.array]:
     def call(self: Any, inputs: mx.array, cache: Any = None) -> mx.array:
         if not (cache and isinstance(cache[0], tuple)):
+            cache = cache or self.make_cache()
+            engram.hand_tokens(cache, inputs)
             return dense(self, inputs, cache)
         hidden, args = self.embed_tokens(inputs), self.args
         shape = *hidden.shape[:2], args.hc_mult
         streams = mx.broadcast_to(hidden[:, :, None], (*shape, args.hidden_size))
         mix = mx.broadcast_to((mx.arange(args.hc_mult) == 0).astype(mx.float32), shape)
-        positions, shared = cache[0][0].offset, dict[str, Any]()
+        positions, shared = cache[0][0].offset, engram.with_tokens({}, inputs)
         for layer, caches in zip(self.pipeline_layers, cache, strict=True):
             streams, mix = layer(
                 streams, mix, start_pos=positions, window_idx=None, cache=caches, shared=shared
@@ -272,8 +297,9 @@ def _attending(module: Any, dense: Callable[..., mx.array]) -> Callable[..., mx.
         given = queries.astype(mx.float32), rows[:, None], by, scoring, entries, chosen
         out = keys.attend_to_entries(*given).astype(x.dtype).swapaxes(1, 2)
         out = rotate(out, offset=start_pos, inverse=True, **rope)
-        out = self.o_a_proj(out.reshape(len(x), self.o_groups, 1, -1), self._group_ids)
-        projected: mx.array = self.o_b_proj(out.reshape(len(x), 1, -1))
+        batch, length, _ = x.shape
+        out = self.o_a_proj(out.reshape(batch * length, self.o_groups, 1, -1), self._group_ids)
+        projected: mx.array = self.o_b_proj(out.reshape(batch, length, -1))
         return projected
 
     return attention
