@@ -35,6 +35,7 @@ _POSITIONS = re.compile(r"(?:^|\.)position_ids$")
 _OTHER_MODALITIES = re.compile(
     r"(?:^|\.)\w*(?:vision|visual|image|video|audio|speech|multi_modal|multimodal|mm_projector)\w*\."
     r"|(?:^|\.)image_newline$"
+    r"|\.gate\.bias_vl$"
     r"|\.mlp\.(?:gate\.weight_1$|gate_1\.|switch_mlp_1\.|e_score_correction_bias_1$)"
 )
 _MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)\w*\.")

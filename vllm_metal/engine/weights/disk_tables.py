@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import Any, cast
@@ -42,6 +42,7 @@ LARGE_WEIGHTS = 1 / 2
 logger = init_logger(__name__)
 
 _PARTS = ("weight", "scales", "biases")
+_PUBLISHED_PARTS = {"weight", "scale"}
 _OF_NGRAMS = re.compile(rf"(?:.*\.)?(?:{'|'.join(TABLES_OF_NGRAMS)})")
 _TABLE = re.compile(rf"(?:.*\.)?(?:{'|'.join((*TABLES, *TABLES_OF_NGRAMS))})")
 #: A stored tensor: the table, the number of a shard of its rows if any, and the part.
@@ -53,6 +54,12 @@ _DTYPES: Mapping[str, tuple[npt.DTypeLike, mx.Dtype]] = {
     "F32": (np.float32, mx.float32),
     "U32": (np.uint32, mx.uint32),
     "U8": (np.uint8, mx.uint8),
+}
+#: Dtypes of published values and their powers of two, and MLX's for the same bytes.
+_PUBLISHED: Mapping[str, tuple[str, int]] = {
+    "F8_E4M3": ("U32", 4),
+    "I8": ("U32", 4),
+    "F8_E8M0": ("U8", 1),
 }
 _MARKER_ROWS = 8
 
@@ -234,7 +241,8 @@ def find(
     probe = placed_with(model, markers)
     others = without(probe, modules).arrays.values()
     weights = sum(_bytes(array.size, array.dtype, dtype) for array in others)
-    weights += sum(_loaded_bytes(headers[name], dtype) for name in markers)
+    headers = {name: _packed(headers[name]) for name in markers}
+    weights += sum(_loaded_bytes(header, dtype) for header in headers.values())
     stored = {}
     for path, names in _stored_as(modules, probe, markers).items():
         parts = {part: [headers[name] for name in each] for part, each in names.items()}
@@ -261,10 +269,7 @@ def _markers(headers: Mapping[str, Header]) -> dict[str, mx.array]:
             tables.setdefault(match[1], {})[name] = match[3]
     found: dict[str, mx.array] = {}
     for parts in tables.values():
-        # Rows are only read from tables in MLX's formats, which have no other parts.
-        if not set(parts.values()) <= set(_PARTS) or any(
-            headers[name].dtype not in _DTYPES for name in parts
-        ):
+        if not _can_be_read([headers[name] for name in parts], set(parts.values())):
             continue
         for name in parts:
             shape = _MARKER_ROWS - 2, headers[name].shape[-1]
@@ -272,8 +277,17 @@ def _markers(headers: Mapping[str, Header]) -> dict[str, mx.array]:
             number = [mx.full((1, shape[1]), digit) for digit in divmod(len(found), 251)]
             values = (mx.arange(shape[0] * shape[1]) % 251).reshape(shape)
             marker = mx.concatenate([*number, values])
-            found[name] = marker.astype(_DTYPES[headers[name].dtype][1])
+            stored = headers[name].dtype
+            found[name] = marker.astype(mx.uint8 if stored in _PUBLISHED else _DTYPES[stored][1])
     return found
+
+
+def _can_be_read(headers: Sequence[Header], parts: set[str]) -> bool:
+    """Whether rows can be read from a table's tensors: MLX's parts, or others with their bytes."""
+    dtypes = {header.dtype for header in headers}
+    if parts == _PUBLISHED_PARTS:  # not with scales for blocks of rows
+        return dtypes <= {*_PUBLISHED, "U8"} and len({h.shape[0] for h in headers}) == 1
+    return parts <= set(_PARTS) and dtypes <= set(_DTYPES)
 
 
 def without(placed: Placed, paths: Collection[str]) -> Placed:
@@ -322,7 +336,14 @@ def _joined(array: mx.array, sources: Mapping[Hashable, str]) -> list[str] | Non
 
 
 def _content(array: mx.array) -> Hashable:
-    return str(array.dtype), array.shape, np.array(array.view(mx.uint8)).tobytes()
+    # Not the dtype: values may be packed in other words.
+    return len(array), np.array(array.view(mx.uint8)).tobytes()
+
+
+def _packed(header: Header) -> Header:
+    """Returns a header as if the tensor had been stored in MLX's format with the same bytes."""
+    dtype, count = _PUBLISHED.get(header.dtype, (header.dtype, 1))
+    return replace(header, dtype=dtype, shape=(header.shape[0], header.shape[1] // count))
 
 
 def _stored_rows(header: Header) -> StoredRows:
