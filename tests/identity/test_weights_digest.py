@@ -198,3 +198,17 @@ def test_code_and_quantization_of_the_folder_count(model):
                 seen.append(weights_digest.of_networks(config, None)["target"])
     assert seen[0] != seen[1] == seen[2] == seen[3]  # code that may not run has no part
     assert len(set(seen[4:])) == 3 and seen[5] == seen[7]
+
+
+def test_ids_of_ngrams_count_where_they_are_hashed(model):
+    """From the published map, or from the tokenizer without one."""
+    for hashed in (False, True):
+        config = configure(str(model), hf_overrides={"engram_layer_ids": [1] if hashed else []})
+        seen = []
+        for name in ("tokenizer.json", "engram_token_map.json", "tokenizer.json"):
+            for content in ("[0]", "[1]"):
+                (model / name).write_text(content)
+                seen.append(weights_digest.of_networks(config, None)["target"])
+        assert len(set(seen)) == (4 if hashed else 1) and seen[3] == seen[4]
+        (model / "engram_token_map.json").unlink()
+        (model / "tokenizer.json").unlink()

@@ -104,11 +104,16 @@ def _draft_files(config: VllmConfig) -> list[Path]:
 
 def _other_files(model_config: ModelConfig, folder: Path) -> list[Path]:
     # Other files that decide what a network computes: ModelOpt's quantization, how GGUF types
-    # without an exact packing are read, and code that may run.
+    # without an exact packing are read, code that may run, and ids over which n-grams are hashed.
+    of_ngrams = []
+    if getattr(model_config.hf_text_config, "engram_layer_ids", None):
+        is_stated = (folder / "engram_token_map.json").is_file()
+        of_ngrams = ["engram_token_map.json" if is_stated else "tokenizer.json"]
     patterns = [
         "hf_quant_config.json",
         GGUF_CONVERSION,
         *(["*.py"] if model_config.trust_remote_code else []),
+        *of_ngrams,
     ]
     return [path for pattern in patterns for path in folder.glob(pattern)]
 
