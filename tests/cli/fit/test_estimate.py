@@ -10,6 +10,7 @@ import torch
 from cli.fit.models import MODELS, read, settings, token_bytes
 from engine.models import further, of_mlx_vlm
 from engine.models.recurrent import write_model
+from engine.models.v41_formulas import MEMORY, of_v41
 
 from vllm_metal.cli.fit import engine
 from vllm_metal.cli.fit.estimate import estimate
@@ -83,6 +84,7 @@ def test_a_table_on_disk_is_no_weight(folder, name, row):
         (further.FAMILIES["longcat_flash_ngram"], 16 * (129 + 131 + 133 + 135)),
         # Primes from 50 on, and rows of 24 / 6 values.
         (of_mlx_vlm.FAMILIES["qwen4_exp_text"], 4 * (384 + 552)),
+        (of_v41(**MEMORY), 8 * (240 + 306)),
     ],
     ids=lambda case: getattr(case, "module", ""),
 )
@@ -96,6 +98,19 @@ def test_tables_of_ngrams_are_no_weights(tmp_path, family, values):
     assert whole.weights - found.weights == nbytes
     planned = estimate(found, settings(folder, torch.float32), MAC)
     assert (planned.measured.weights, planned.tables) == (found.weights, nbytes)
+
+
+@pytest.mark.more
+def test_casts_of_weights_are_no_memory_of_requests(tmp_path):
+    """Routers compute in float32 in each step, and their weights have 16 bits."""
+    found = []
+    for count in (4, 64):
+        family = of_v41(**MEMORY | {"n_routed_experts": count})
+        folder = Path(write_model(family, tmp_path / str(count)))
+        config = settings(folder, torch.bfloat16)
+        found.append(estimate(read(folder, torch.bfloat16), config, MAC).measured.states)
+    # Of two requests in a step, half of one layer's cast.
+    assert found[0].request <= found[1].request <= found[0].request + 64 * 64 * 4 // 2
 
 
 @pytest.mark.parametrize(

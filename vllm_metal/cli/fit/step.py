@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+from mlx.utils import tree_flatten, tree_unflatten
 
 from vllm_metal.cli.fit.graph import record_with_weights, recordable
 from vllm_metal.cli.fit.peak import peak
@@ -77,7 +78,13 @@ def _recorded_peak(parts: ModelParts, step: LargestStep, twice: bool = False) ->
         for storage in step.layers.storages:
             storage.arrays = [next(given) for _ in storage.arrays]
         outputs = _forward(parts, step, [])
-        return _forward(parts, step.next(), outputs[:1]) if twice else outputs
+        if not twice:
+            return outputs
+        # Or what follows from weights alone, as routers' in float32, would be kept in between.
+        weights = dict(tree_flatten(parts.model.parameters()))
+        again = mx.depends([*weights.values()], outputs[:1])
+        parts.model.update(tree_unflatten([*zip(weights, again, strict=True)]))
+        return _forward(parts, step.next(), outputs[:1])
 
     graph, weights = record_with_weights(parts.model, build, step.layers.pool_arrays())
     results, *kept = graph.outputs
