@@ -2,8 +2,6 @@
 """Checkpoints with DeepSeek V4.1's n-gram memory by the names of publishers and of mlx-vlm."""
 
 import json
-import re
-from collections import Counter
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,20 +11,22 @@ import torch
 from engine.models.recurrent import VOCAB, config_of, draw
 from engine.models.test_sparse import farthest, normalized
 from engine.models.v41_formulas import MEMORY, TOKEN_MAP, of_v41
+from engine.weights.published_formats import FORMATS
+from engine.weights.toys import as_deepseek, change_config
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from safetensors.torch import save_file
 
 from vllm_metal.engine.models.loader import lazy_model
 from vllm_metal.engine.weights.disk_tables import TableRule, tables_of
-from vllm_metal.identity.model_files import ModelLoadError
 from vllm_metal.patches.mlx_patches.mlx_vlm_families import family
 
 pytestmark = pytest.mark.usefixtures("unfused")
 
 VISION = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2}
 VISION |= {"intermediate_size": 64}
-CONFIG = config_of(of_v41(**MEMORY | {"engram_head_dim": 32})) | {"vision_config": VISION}
+SIZES = {"engram_head_dim": 32, "q_lora_rank": 32}  # groups of 32 divide them
+CONFIG = config_of(of_v41(**MEMORY | SIZES)) | {"vision_config": VISION}
 FORM = {"group_size": 32, "bits": 4, "mode": "affine"}
 TEXT = np.random.default_rng(5).integers(0, VOCAB, 40).tolist()
 
@@ -46,11 +46,16 @@ def theirs():
     found.fakequant.DISABLE = False
 
 
-def write(folder, arrays, **keys):
+def write(folder, arrays, tensors=None, **keys):
+    """Writes a folder with MLX's arrays, or torch's tensors."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | keys))
     (folder / "engram_token_map.json").write_text(json.dumps(TOKEN_MAP))
-    mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
+    path = folder / "model.safetensors"
+    if tensors is None:
+        mx.save_safetensors(str(path), arrays, {"format": "mlx"})
+    else:
+        save_file(tensors, path, {"format": "pt"})
     return folder
 
 
@@ -111,81 +116,30 @@ def test_a_model_that_mlx_vlm_quantized(theirs, tmp_path):
     compare(write(tmp_path / "model", arrays, quantization=FORM), theirs)
 
 
-def e2m1(array):
-    """Rounds to values of four bits; returns the numbers, two in a byte, and the values."""
-    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-    numbers = np.abs(np.abs(array)[..., None] - table).argmin(-1)
-    values = np.copysign(table[numbers], array)
-    numbers = (numbers + 8 * np.signbit(array)).astype(np.uint8)
-    return torch.from_numpy((numbers[..., ::2] | numbers[..., 1::2] << 4).view(np.int8)), values
-
-
-def e4m3(array):
-    rounded = torch.from_numpy(array).to(torch.float8_e4m3fn)
-    return rounded, rounded.float().numpy()
-
-
-def stored_with_powers(array, most, rounding, rows):
-    """Returns a matrix in blocks of `rows` by 32 with powers of two, and the values it stores."""
-    count = -(-len(array) // rows)
-    padded = np.zeros((count * rows, array.shape[1]))
-    padded[: len(array)] = array
-    blocks = np.abs(padded).reshape(count, rows, -1, 32).max((1, 3))
-    exponents = np.ceil(np.log2(np.maximum(blocks, 1e-9) / most))
-    scale = np.repeat(np.repeat(2.0**exponents, rows, 0)[: len(array)], 32, 1)
-    values, read = rounding((array / scale).astype(np.float32))
-    powers = torch.from_numpy((exponents + 127).astype(np.uint8)).view(torch.float8_e8m0fnu)
-    return {"weight": values, "scale": powers}, read * scale
-
-
-FP8, FP4 = (448, e4m3), (6, e2m1)
-#: Published weights with powers of two, their format and the rows of a block.
-STORED = (
-    (r"attn\.(w[qk]\w+|wo_b|indexer\.wq_b)|shared_experts|engram\.wkv", FP8, 32),
-    (r"\.experts\.\d+\.", FP4, 1),
-)
-
-
 @pytest.mark.parametrize(
-    ("of_table", "rows_of_table"),
+    "of_tables",
     [
-        (FP4, 1),
-        pytest.param(FP8, 1, marks=pytest.mark.more),
-        pytest.param(FP8, 32, marks=pytest.mark.more),
+        "mxfp4",
+        pytest.param("fp8 groups of 32", marks=pytest.mark.more),
+        pytest.param("fp8 blocks of 32", marks=pytest.mark.more),
     ],
 )
-def test_published_fp8_and_fp4_with_powers_of_two(theirs, tmp_path, of_table, rows_of_table):
+def test_published_fp8_and_fp4_with_powers_of_two(theirs, tmp_path, of_tables):
     """All weights have the stored values; tables whose rows have their scales may stay on disk."""
-    stored, dense, counts = {}, {}, Counter()
-    for name, array in published(dict(tree_flatten(theirs.parameters()))).items():
-        dense[name] = array = np.array(array)
-        stored[name] = torch.from_numpy(array.copy())
-        for pattern, form, rows in (*STORED, (r"engram\.embed", of_table, rows_of_table)):
-            if re.search(pattern, name) and array.ndim == 2 and array.shape[1] % 32 == 0:
-                del stored[name]
-                parts, dense[name] = stored_with_powers(array, *form, rows)
-                stored |= {f"{name.removesuffix('weight')}{p}": each for p, each in parts.items()}
-                counts[pattern] += 1
-    assert len(counts) == 3 and counts[r"engram\.embed"] == 2
-    arrays = {name: mx.array(array.astype(np.float32)) for name, array in dense.items()}
-    expected = lazy_model(write(tmp_path / "dense", arrays), mx.float32)
-    stated = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0"}
-    stated |= {"activation_scheme": "dynamic", "weight_block_size": [32, 32]}
-    folder = write(tmp_path / "model", {}, quantization_config=stated)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    arrays = published(dict(tree_flatten(theirs.parameters())))
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    forms = "deepseek fp8 blocks of 32", f"deepseek {of_tables}"
+    stored, dense = as_deepseek(tensors, *forms)
+    packed = [name for name in stored if name.endswith(".scale")]
+    for part in ("wq_a", "wo_b", "indexer.wq_b", "shared_experts.w1", "experts.1.w2"):
+        assert any(f".{part}.scale" in name for name in packed), part
+    assert sum(".engram." in name for name in packed) == 2 * 2
+    expected = lazy_model(write(tmp_path / "dense", {}, dense), mx.float32)
+    folder = write(tmp_path / "model", {}, stored)
+    change_config(folder, quantization_config=FORMATS[forms[0]].quantization, expert_dtype="fp4")
     wanted = normalized(np.array(expected(mx.array([TEXT]))[0]))
     for rule in (None, TableRule("disk", 0)):
         model = lazy_model(folder, mx.float32, tables=rule)
-        assert len(tables_of(model)) == (2 if rule and rows_of_table == 1 else 0)
+        assert len(tables_of(model)) == (2 if rule and "blocks" not in of_tables else 0)
         assert farthest(np.array(model(mx.array([TEXT]))[0]), wanted) <= 1e-4
-
-
-def test_scales_of_other_blocks_are_rejected(theirs, tmp_path):
-    name, folder = "layers.1.engram.embed", write(tmp_path / "model", {})
-    stored = {f"{name}.weight": torch.zeros((240, 32), dtype=torch.int8)}
-    stored[f"{name}.scale"] = torch.zeros((240, 4), dtype=torch.uint8)
-    save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ModelLoadError, match=rf"{name}.weight \(I8\) has powers of two of \[240, 4"
-    ):
-        lazy_model(folder, mx.float32)
+    assert model.layers[1].mlp.experts.switch_mlp.up_proj.mode == "mxfp4"

@@ -345,8 +345,13 @@ FORMATS: dict[str, Format] = {
         partial(awq, by=64),
     ),
 }
-for _name, _block in (("fp8 blocks of 128", 128), ("fp8 blocks of 32", 32), ("mxfp4", 128)):
-    _form = _fp8((_block, _block), True)
+for _name, _block in {
+    "fp8 blocks of 128": (128, 128),
+    "fp8 blocks of 32": (32, 32),
+    "fp8 groups of 32": (1, 32),
+    "mxfp4": (32, 32),
+}.items():
+    _form = _fp8(_block, True)
     _store = FORMATS["compressed mxfp4"].store if _name == "mxfp4" else _form.store
     FORMATS[f"deepseek {_name}"] = Format(_form.quantization, partial(deepseek, store=_store))
 

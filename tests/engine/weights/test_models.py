@@ -20,7 +20,6 @@ from engine.weights.toys import (
     reference_of_glm5_next,
     reference_of_gpt_oss,
     reference_of_hy_v4,
-    write_deepseek_v41,
     write_quantized,
 )
 from mlx.utils import tree_flatten
@@ -169,15 +168,6 @@ def test_deepseek_v4_as_published(tmp_path):
     layer = served.layers[2]
     found = layer.ffn.switch_mlp.up_proj, layer.ffn.shared_experts.up_proj, layer.attn.wq_b
     assert [linear.mode for linear in found] == ["mxfp4", "mxfp8", "mxfp8"]
-
-
-def test_deepseek_v41_as_published(tmp_path):
-    write_deepseek_v41(tmp_path / "published", tmp_path / "dense")
-    found, expected = (lazy_model(tmp_path / name, mx.float32) for name in ("published", "dense"))
-    np.testing.assert_allclose(log_probs(found), log_probs(expected), atol=EXACT)
-    layer = found.layers[1]
-    packed = layer.mlp.experts.switch_mlp.up_proj, layer.self_attn.q_b_proj
-    assert [linear.mode for linear in packed] == ["mxfp4", "mxfp8"]
 
 
 def test_gpt_oss_as_published(tmp_path):

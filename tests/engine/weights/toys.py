@@ -3,16 +3,13 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import torch
-from engine.models.published import FAMILIES, VOCAB, log_probabilities, make, write
-from engine.models.recurrent import write_model
-from engine.models.v41_formulas import of_v41
+from engine.models.published import FAMILIES, log_probabilities, make, write
 from engine.weights.published_formats import FORMATS
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -167,60 +164,23 @@ def reference_of_deepseek_v4(folder: Path) -> torch.nn.Module:
     return reference.float().eval()
 
 
-#: Parts of names in mlx-lm's module of DeepSeek V4.1, and in published files.
-_NAMES_OF_V41 = (
-    *(("lm_head.", "head."), ("model.embed_tokens.", "embed."), ("model.", "")),
-    *((".self_attn.", ".attn."), (".mlp.", ".ffn."), (".experts.switch_mlp.", ".experts.")),
-    *((".input_layernorm.", ".attn_norm."), (".post_attention_layernorm.", ".ffn_norm.")),
-    *((f".{part}_hc.", f".hc_{part}_") for part in ("attn", "ffn")),
-    *((".compressor.kv_norm.", ".compressor.norm."), (".compressor.gate_proj.", "..wgate.")),
-    *((".indexer.k_proj.", ".indexer.wk."), (".e_score_correction_bias", ".bias")),
-    *((f".attn.{part}_proj.", f".attn.w{part}.") for part in ("q_a", "q_b", "kv", "o_a", "o_b")),
-    *((".kv_proj.", ".wkv."), (".q_b_proj.", ".wq_b."), (".q_a_norm.", ".q_norm.")),
-    *((".sinks", ".attn_sink"), (".gate_proj.", ".w1."), (".down_proj.", ".w2.")),
-    *((".up_proj.", ".w3."), ("..wgate.", ".compressor.wgate.")),
-)
-
-
-def write_deepseek_v41(published: Path, dense: Path) -> None:
-    """Writes DeepSeek V4.1 as published into a folder, and its values into another."""
-    sizes = {"head_dim": 64, "q_lora_rank": 64, "o_lora_rank": 32, "moe_intermediate_size": 64}
-    family = of_v41(vocab_size=VOCAB, hidden_size=64, **sizes)
-    write_model(family, dense, drawn=True)
-    arrays = load_file(dense / "model.safetensors")
-    stored, values = as_deepseek(dict(_published_v41(arrays)), "deepseek fp8 blocks of 32")
-    published.mkdir()
-    (published / "config.json").write_text((dense / "config.json").read_text())
-    write_stored("deepseek fp8 blocks of 32", stored, published)
-    save_file(values, dense / "model.safetensors", {"format": "pt"})
-
-
-def _published_v41(arrays: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Renames mlx-lm's arrays; experts and groups of projections are stored one by one."""
-    for name, array in arrays.items():
-        for ours, theirs in _NAMES_OF_V41:
-            name = name.replace(ours, theirs)
-        if ".ffn.experts." in name:
-            for index, expert in enumerate(array):
-                yield name.replace(".experts.", f".experts.{index}."), expert.contiguous()
-        else:
-            yield name, array.flatten(0, 1) if name.endswith("wo_a.weight") else array
-
-
 def as_deepseek(
-    tensors: dict[str, torch.Tensor], form: str
+    tensors: dict[str, torch.Tensor], form: str, of_tables: str = ""
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns tensors of published names as DeepSeek stores them, and their stored values.
 
-    Experts are MXFP4; `form` is that of other linear layers.
+    Experts are MXFP4; `form` is that of other linear layers, `of_tables` that of n-gram memory.
     """
     stored: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if not _QUANTIZED_IN_DEEPSEEK.search(name):
+        kind = "deepseek mxfp4" if ".experts." in name else form
+        if name.endswith(".engram.embed.weight"):
+            kind = of_tables
+        elif not _QUANTIZED_IN_DEEPSEEK.search(name) or tensor.shape[-1] % 32:
             stored[name] = dense[name] = tensor
             continue
-        found = FORMATS["deepseek mxfp4" if ".experts." in name else form].store(tensor)
+        found = FORMATS[kind].store(tensor)
         module = name.removesuffix(".weight")
         stored |= {f"{module}.{part}": each for part, each in found.tensors.items()}
         dense[name] = found.dense.float()

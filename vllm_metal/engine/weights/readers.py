@@ -28,7 +28,6 @@ from vllm_metal.identity.model_files import ModelLoadError
 
 _FLOAT8, _EXPONENT = "F8_E4M3", ("U8", "F8_E8M0")
 _FLOATS = ("F32", "BF16", "F16")
-_BLOCK = 32, 32  # values with a power of two in DeepSeek V4.1's files, whatever config.json states
 
 
 def float8(name: str, tensors: Tensors, quantization: Quantization | None) -> StoredWeight | None:
@@ -206,42 +205,6 @@ def int8(name: str, tensors: Tensors, quantization: Quantization | None) -> Stor
     )
 
 
-def with_powers(
-    name: str, tensors: Tensors, quantization: Quantization | None
-) -> StoredWeight | None:
-    """Recognizes DeepSeek's own files: X.weight of E4M3 or two E2M1 per byte, E8M0 in X.scale."""
-    module = name.removesuffix(".weight")
-    scale = f"{module}.scale"
-    if module == name or scale not in tensors or tensors.dtype(scale) not in _EXPONENT:
-        return None
-    if tensors.dtype(name) not in (_FLOAT8, "I8", "U8"):
-        return None
-    shape, of_scale = tensors.shape(name), tensors.shape(scale)
-    parts = {"values": name, "scales": scale}
-    if tensors.dtype(name) != _FLOAT8 and of_scale == (*shape[:-1], shape[-1] // 16):
-        return StoredWeight(
-            name, "MXFP4", parts, lambda a, _: mxfp4.of_weight(a["values"], a["scales"])
-        )
-    if tensors.dtype(name) == _FLOAT8 and of_scale == (*shape[:-1], shape[-1] // 32):
-        return StoredWeight(
-            name, "MXFP8", parts, lambda a, _: fp8.of_mxfp8(a["values"], a["scales"])
-        )
-    stated = _block(quantization, {})
-    block = next((b for b in (stated, _BLOCK) if b is not None and _fits(shape, of_scale, b)), None)
-    if tensors.dtype(name) != _FLOAT8 or block is None:
-        raise ModelLoadError(
-            f"{name} ({tensors.dtype(name)}) has powers of two of {list(of_scale)} for values of "
-            f"{list(shape)}, which is not supported. {AGAIN}."
-        )
-    rows, columns = block
-    return StoredWeight(
-        name,
-        f"FP8, blocks of {rows}x{columns}, powers of two",
-        parts,
-        lambda a, t: fp8.of_blocks(a["values"], a["scales"], block, True, t),
-    )
-
-
 READERS: tuple[Callable[[str, Tensors, Quantization | None], StoredWeight | None], ...] = (
     blocks_of_gpt_oss,
     float8,
@@ -249,7 +212,6 @@ READERS: tuple[Callable[[str, Tensors, Quantization | None], StoredWeight | None
     gptq_or_awq,
     packed_integers,
     int8,
-    with_powers,
 )
 
 
