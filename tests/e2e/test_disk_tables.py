@@ -137,7 +137,7 @@ def test_tokens_are_those_of_a_loaded_table(model, late, monkeypatch, kernels, d
             else {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
         )
     for place in ("memory", "disk"):
-        # Enough blocks to keep the prompts' in five groups of layers, of a memory's model.
+        # Layers of a model with n-gram memory form five groups, each with blocks of its own.
         blocks = {"num_gpu_blocks_override": 80}
         with start(folder, place, speculative_config=speculation, **blocks) as llm:
             found[place] = [
