@@ -384,12 +384,15 @@ V41 = "deepseek_v41"  # another one, with n-gram memory, without a class of tran
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(name, marks=pytest.mark.more) for name in ("qwen3_5_text", "minimax_m3_vl")),
+        pytest.param("qwen3_5_text", marks=pytest.mark.more),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("deepseek_v32", "falcon_h1", "qwen3_next", "lfm2", "jamba", "mamba2", V41)
+            for name in ("deepseek_v32", "minimax_m3_vl", V41, "falcon_h1", "qwen3_next", "lfm2")
         ),
-        pytest.param("recurrent_gemma", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("jamba", "mamba2", "recurrent_gemma")
+        ),
     ],
 )
 def test_ranks_of_an_engine_in_its_own_process(folders, name, block_size, tmp_path):
