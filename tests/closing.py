@@ -127,20 +127,15 @@ def _read(file: Path) -> str:
         return ""
 
 
-def num_workers(cores: int, free_bytes: int, waiting: bool) -> int:
-    """Returns one worker per core if free memory suffices, at least one.
-
-    waiting: whether the tests wait for servers a third of their time: half as many workers again.
-    """
-    wanted = cores + cores // 2 if waiting else cores
-    return max(1, min(wanted, free_bytes // WORKER_BYTES))
+def num_workers(cores: int, free_bytes: int) -> int:
+    """Returns one worker per core if free memory suffices, at least one."""
+    return max(1, min(cores, free_bytes // WORKER_BYTES))
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+def pytest_xdist_auto_num_workers() -> int:
     """Defines `-n auto`, which the Makefile's commands use."""
-    waiting = config.option.markexpr.startswith("more")  # most of them start servers
-    return num_workers(cores(), free_bytes(), waiting)
+    return num_workers(cores(), free_bytes())
 
 
 def pytest_report_header(config: pytest.Config) -> str:

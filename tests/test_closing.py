@@ -14,15 +14,11 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
-    ("cores", "gib", "workers", "waiting"),
-    [
-        *((2, 20, 2, 3), (4, 13, 3, 3), (4, 64, 4, 6)),
-        *((3, 5.5, 1, 1), (8, 1, 1, 1), (1, 100, 1, 1)),
-    ],
+    ("cores", "gib", "workers"),
+    [(2, 20, 2), (4, 13, 3), (4, 64, 4), (3, 5.5, 1), (8, 1, 1), (1, 100, 1)],
 )
-def test_workers_are_as_many_as_cores_and_free_memory_allow(cores, gib, workers, waiting):
-    assert num_workers(cores, int(gib * GIB), waiting=False) == workers
-    assert num_workers(cores, int(gib * GIB), waiting=True) == waiting
+def test_workers_are_as_many_as_cores_and_free_memory_allow(cores, gib, workers):
+    assert num_workers(cores, int(gib * GIB)) == workers
 
 
 def groups(folder, own, **files):
