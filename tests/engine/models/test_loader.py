@@ -162,6 +162,15 @@ def test_weights_that_do_not_fit_the_config_are_named(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("dtype", [mx.uint8, mx.int32, mx.bool_], ids=str)
+def test_integers_are_not_taken_for_values(tmp_path, dtype):
+    path = str(write(tmp_path) / "model.safetensors")
+    arrays, name = mx.load(path), "model.layers.0.mlp.up_proj.weight"
+    mx.save_safetensors(path, arrays | {name: arrays[name].astype(dtype)}, {"format": "pt"})
+    with pytest.raises(loader.ModelLoadError, match=rf"{name} is stored as \w+, but is no quant"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("changes", [{"hidden_size": "64"}, {"hidden_size": None}])
 def test_a_config_that_no_model_can_be_built_from_is_named(tmp_path, changes):
     write(tmp_path)

@@ -85,7 +85,8 @@ def place(
 def install(model: nn.Module, placed: Placed) -> None:
     """Quantizes the layers of packed weights and loads all arrays.
 
-    Raises ValueError: a parameter has no array, or an array no parameter.
+    Raises ValueError: a parameter has no array, an array no parameter, or integers would be loaded
+    as floating-point values.
     """
     nn.quantize(
         model,
@@ -98,7 +99,27 @@ def install(model: nn.Module, placed: Placed) -> None:
                 if f"{path}.{name}" in placed.arrays:
                     module[name] = placed.arrays[f"{path}.{name}"]
             module.freeze()
-    model.load_weights(list(_without_empty_biases(model, placed).items()), strict=True)
+    arrays = _without_empty_biases(model, placed)
+    _check_kinds(model, arrays)
+    model.load_weights(list(arrays.items()), strict=True)
+
+
+def _check_kinds(model: nn.Module, arrays: Mapping[str, mx.array]) -> None:
+    # MLX assigns arrays of any dtype: codes of a quantized weight would be taken for its values.
+    parameters = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    for name, parameter in parameters:
+        array = arrays.get(name)
+        if array is None or mx.issubdtype(array.dtype, mx.floating):
+            continue
+        if mx.issubdtype(parameter.dtype, mx.floating):
+            raise ValueError(
+                f"{name} is stored as {_name(array.dtype)}, but is no quantized weight of a "
+                "supported format. Choose another checkpoint of the model"
+            )
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
 
 
 def _without_empty_biases(model: nn.Module, placed: Placed) -> dict[str, mx.array]:
