@@ -69,17 +69,7 @@ def expected(model):
 
 
 def in_chunks(model, prompts, chunk):
-    served, done, found = Served(model, V41, prompts), [0] * len(prompts), [[] for _ in prompts]
-    while any(count < len(prompt) for count, prompt in zip(done, prompts, strict=True)):
-        counts = {
-            index: min(chunk, len(prompt) - done[index])
-            for index, prompt in enumerate(prompts)
-            if done[index] < len(prompt)
-        }
-        for index, logits in served.step(done, counts).items():
-            found[index].append(logits)
-            done[index] += counts[index]
-    return [np.concatenate(parts) for parts in found]
+    return Served(model, V41, prompts).in_chunks([*map(len, prompts)], chunk)
 
 
 def dense(model, text, chunk=None):

@@ -92,6 +92,20 @@ class Served:
         parts = np.split(logits, batch.query_start_loc_np[1:-1])
         return {int(each.req_id): part for each, part in zip(batch.requests, parts, strict=True)}
 
+    def in_chunks(self, lengths, chunk):
+        """Logits of all rows of requests of these lengths, computed `chunk` rows at a time."""
+        done, found = [0] * len(lengths), [[] for _ in lengths]
+        while any(count < length for count, length in zip(done, lengths, strict=True)):
+            counts = {
+                index: min(chunk, length - done[index])
+                for index, length in enumerate(lengths)
+                if done[index] < length
+            }
+            for index, logits in self.step(done, counts).items():
+                found[index].append(logits)
+                done[index] += counts[index]
+        return [np.concatenate(parts) for parts in found]
+
 
 @pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize(

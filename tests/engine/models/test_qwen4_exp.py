@@ -35,17 +35,7 @@ def texts():
 
 
 def of_chunks(model, prompts, chunk):
-    served, done, found = Served(model, "it", prompts), [0] * len(prompts), [[] for _ in prompts]
-    while any(count < len(prompt) for count, prompt in zip(done, prompts, strict=True)):
-        counts = {
-            index: min(chunk, len(prompt) - done[index])
-            for index, prompt in enumerate(prompts)
-            if done[index] < len(prompt)
-        }
-        for index, logits in served.step(done, counts).items():
-            found[index].append(logits)
-            done[index] += counts[index]
-    return [np.concatenate(parts) for parts in found]
+    return Served(model, "it", prompts).in_chunks([*map(len, prompts)], chunk)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 40])

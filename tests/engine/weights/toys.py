@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,20 +172,15 @@ def as_deepseek(
 
     Experts are MXFP4; `form` is that of other linear layers, `of_tables` that of n-gram memory.
     """
-    stored: dict[str, torch.Tensor] = {}
-    dense: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        kind = "deepseek mxfp4" if ".experts." in name else form
+
+    def form_of(name: str, tensor: torch.Tensor) -> str | None:
         if name.endswith(".engram.embed.weight"):
-            kind = of_tables
-        elif not _QUANTIZED_IN_DEEPSEEK.search(name) or tensor.shape[-1] % 32:
-            stored[name] = dense[name] = tensor
-            continue
-        found = FORMATS[kind].store(tensor)
-        module = name.removesuffix(".weight")
-        stored |= {f"{module}.{part}": each for part, each in found.tensors.items()}
-        dense[name] = found.dense.float()
-    return stored, dense
+            return of_tables
+        if not _QUANTIZED_IN_DEEPSEEK.search(name) or tensor.shape[-1] % 32:
+            return None
+        return "deepseek mxfp4" if ".experts." in name else form
+
+    return _stored_by(form_of, tensors)
 
 
 def change_config(folder: Path, **changes: Any) -> None:
@@ -209,11 +205,23 @@ def stored_as(
     form: str, tensors: dict[str, torch.Tensor], left_out: tuple[str, ...] = DENSE
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Returns a model's tensors with linear layers in a format, and their stored values."""
+
+    def form_of(name: str, tensor: torch.Tensor) -> str | None:
+        has_groups = tensor.ndim == 2 and tensor.shape[1] % 64 == 0
+        is_dense = not name.endswith(".weight") or any(part in name for part in left_out)
+        return form if has_groups and not is_dense else None
+
+    return _stored_by(form_of, _one_by_one(tensors))
+
+
+def _stored_by(
+    form_of: Callable[[str, torch.Tensor], str | None], tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Returns tensors in the format that `form_of` chooses, None: unchanged; and their values."""
     stored: dict[str, torch.Tensor] = {}
     dense: dict[str, torch.Tensor] = {}
-    for name, tensor in _one_by_one(tensors).items():
-        has_groups = tensor.ndim == 2 and tensor.shape[1] % 64 == 0
-        if not has_groups or not name.endswith(".weight") or any(part in name for part in left_out):
+    for name, tensor in tensors.items():
+        if (form := form_of(name, tensor)) is None:
             stored[name] = dense[name] = tensor
             continue
         found = FORMATS[form].store(tensor)
