@@ -283,7 +283,7 @@ def _markers(headers: Mapping[str, Header]) -> dict[str, mx.array]:
 
 
 def _can_be_read(headers: Sequence[Header], parts: set[str]) -> bool:
-    """Whether rows can be read from a table's tensors: MLX's parts, or others with their bytes."""
+    """Whether rows can be read from a table's tensors: they are MLX's, or have the same bytes."""
     dtypes = {header.dtype for header in headers}
     if parts == _PUBLISHED_PARTS:  # not with scales for blocks of rows
         return dtypes <= {*_PUBLISHED, "U8"} and len({h.shape[0] for h in headers}) == 1

@@ -92,10 +92,7 @@ def blocks_of_gpt_oss(
 
 
 def float4(name: str, tensors: Tensors, quantization: Quantization | None) -> StoredWeight | None:
-    """Recognizes NVFP4 and MXFP4 with two values per byte.
-
-    Of compressed-tensors, modelopt and DeepSeek, whose bytes are signed.
-    """
+    """Recognizes NVFP4 and MXFP4, two values per byte; DeepSeek's files have signed bytes (I8)."""
     if tensors.dtype(name) not in ("U8", "I8") or len(tensors.shape(name)) < 2:
         return None
     module = re.sub(r"(\.|_)weight_packed$", "", name)

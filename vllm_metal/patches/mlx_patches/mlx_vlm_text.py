@@ -29,7 +29,7 @@ _NOT_OF_TEXT = ("audio", "image", "processing", "video", "vision")
 #: Attributes in which a `LanguageModel` keeps positions from one call to the next.
 _POSITION_STATE = ("_position_ids", "_rope_deltas")
 _COORDINATES = 3  # of positions in images and videos: time, height, width
-#: Modules of mlx-lm, and the classes of which mlx-vlm has copies in a module of the same name.
+#: Classes that mlx-vlm has copied, by mlx-lm's module; mlx-vlm's module has the same name.
 _BLOCKS = {
     mla: ("MultiLinear", "QuantizedMultiLinear"),
     switch_layers: ("SwitchLinear", "QuantizedSwitchLinear"),

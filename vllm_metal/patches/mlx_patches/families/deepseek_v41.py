@@ -233,7 +233,7 @@ def _with_rows(module: Any, dense: Callable[..., mx.array]) -> Callable[..., mx.
         shape = *hidden.shape[:2], args.hc_mult
         streams = mx.broadcast_to(hidden[:, :, None], (*shape, args.hidden_size))
         mix = mx.broadcast_to((mx.arange(args.hc_mult) == 0).astype(mx.float32), shape)
-        positions, shared = cache[0][0].offset, engram.with_tokens({}, inputs)
+        positions, shared = cache[0][0].offset, dict[str, Any]({engram.TOKENS: inputs})
         for layer, caches in zip(self.pipeline_layers, cache, strict=True):
             streams, mix = layer(
                 streams, mix, start_pos=positions, window_idx=None, cache=caches, shared=shared

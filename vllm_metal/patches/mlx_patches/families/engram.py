@@ -34,8 +34,8 @@ _COMPRESSED = "engram_compressed_vocab_size"
 TOKEN_MAP, TOKENIZER = "engram_token_map.json", "tokenizer.json"
 _BLOCK = 32  # values that the module rounds by one scale
 _PUBLISHED = re.compile(r"layers\.\d+\.engram\.")
-#: Name of a forward's tokens among what its layers share.
-_TOKENS = "tokens"
+#: Name of a forward's [B, L] tokens among what its layers share.
+TOKENS = "tokens"
 
 
 def arguments(text: Any) -> Any:
@@ -158,11 +158,6 @@ def states(layer: Any) -> tuple[ArraysCache, ...]:
     return (ArraysCache(1),) if "engram" in layer else ()
 
 
-def with_tokens(shared: dict[str, Any], tokens: mx.array) -> dict[str, Any]:
-    """Adds a forward's [B, L] tokens to what its layers share."""
-    return shared | {_TOKENS: tokens}
-
-
 def hand_tokens(caches: Sequence[Any], tokens: mx.array) -> None:
     """Hands a forward's [B, L] tokens to layers over mlx-lm's own caches."""
     for each in caches:
@@ -173,7 +168,7 @@ def _reading_memory(before: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, streams: mx.array, mix: mx.array, *, cache: Any, **options: Any) -> Any:
         if "engram" in self:
             if isinstance(cache, tuple):
-                tokens, history = options["shared"][_TOKENS], cache[-1]
+                tokens, history = options["shared"][TOKENS], cache[-1]
                 cache = cache[:-1]
             else:
                 tokens, history = cache.tokens, cache.caches[-1]
@@ -206,8 +201,7 @@ def load_token_map(model: nn.Module, folder: Path, outlines_only: bool = False) 
     Raises:
         ValueError: the folder has neither file, or the map does not fit config.json.
     """
-    layers = [module for module in model.modules() if isinstance(module, NgramIds)]
-    if not layers:
+    if not any(isinstance(module, NgramIds) for module in model.modules()):
         return
     args: Any = model.args
     size = args.engram_compressed_vocab_size
