@@ -41,6 +41,8 @@ class Dispatch:
     listed: bool = False  # whether `requests` has an entry per query row
     wide: bool = False  # decode only: whether threadgroups have 512 threads instead of 256
     bidirectional: bool = False  # whether rows of a request see those after them, too
+    #: Whether each request is in one tile: seeing later rows then needs no other tiles.
+    in_one_tile: bool = field(default=False, compare=False)
 
     @property
     def launches(self) -> tuple[Dispatch, ...]:
@@ -106,6 +108,7 @@ def dispatch_of(
         work=shape.work(rows, int(contexts.seen.sum())),
         shared=shared,
         bidirectional=batch.bidirectional,
+        in_one_tile=pieces.whole and len(cut.piece) == len(pieces.request),
     )
 
 

@@ -26,6 +26,7 @@ class Pieces:
     request: np.ndarray  # [P]
     first_row: np.ndarray  # [P] among the request's rows in this step
     num_rows: np.ndarray  # [P]
+    whole: bool = False  # whether each is known to be all rows of its request
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Batch:
         seen = self.window + spanned + STRIP - 2 + int(self.most_behind.max())
         num_tiles = int(lens.sum()) * group // step + len(lens)  # at most
         if num_tiles * self.shape.work(rows, min(seen, int(self.seq_lens.max()))) <= most_work:
-            yield Pieces(members, np.zeros_like(members), lens)  # in most steps
+            yield Pieces(members, np.zeros_like(members), lens, whole=True)  # in most steps
             return
         keys = np.minimum(self.seq_lens[members].astype(np.int64), seen)
         of_tile = keys * self.shape.work(rows, 1)

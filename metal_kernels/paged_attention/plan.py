@@ -36,6 +36,14 @@ class AttentionPlan:
         return sum(launch.work for dispatch in self.dispatches for launch in dispatch.launches)
 
     @property
+    def seeing_later_rows(self) -> AttentionPlan | None:
+        """This plan for rows that also see later rows of their request; None: the tiles differ."""
+        if not all(dispatch.in_one_tile for dispatch in self.dispatches):
+            return None
+        made = tuple(replace(dispatch, bidirectional=True) for dispatch in self.dispatches)
+        return replace(self, dispatches=made)
+
+    @property
     def pipelines(self) -> tuple[tuple[bool, int, bool, bool], ...]:
         """Pipelines that a layer launches, each as (decode, rows, split, wide)."""
         launches = (launch for dispatch in self.dispatches for launch in dispatch.launches)

@@ -108,12 +108,16 @@ def test_slots_are_computed_anew_for_other_tokens_blocks_or_lags():
     requests.num_computed_tokens_np[requests["long"].req_idx] = 16
     batch = prepare(requests, {"long": 20, "short": 3}, mx.zeros(4, mx.int32))
 
+    before = [None, None]
+
     def slots(rows):
         found = step_layout(rows, tables_np, 16, None, newest=newest)
         wanted = step_layout(rows, tables_np, 16, None)
         assert found.slot_mapping_np.tolist() == wanted.slot_mapping_np.tolist()
         if wanted.slot_mapping is not None:
             assert found.slot_mapping.tolist() == wanted.slot_mapping.tolist()
+        assert (found.slot_mapping_np is before[0]) == (found.attention is before[1])
+        before[:] = found.slot_mapping_np, found.attention
         return found.slot_mapping_np
 
     first = slots(batch)

@@ -134,6 +134,19 @@ def test_writes_and_reads_are_in_order_whatever_their_number():
     assert prove_always(logger.log) == []
 
 
+def test_a_drafted_block_and_the_step_that_verifies_it_are_planned_once():
+    where, causal = layout([([0, 1], 3, 5), ([2, 3], 9, 5)]), AttentionKind(SHAPE, None)
+    block = KERNELS.plan(where, causal._replace(bidirectional=True)).attention
+    verified = KERNELS.plan(where, causal).attention
+    assert verified.block_tables is block.block_tables
+    pairs = list(zip(verified.dispatches, block.dispatches, strict=True))
+    assert all(one.tiles is other.tiles for one, other in pairs)
+    assert [(one.bidirectional, other.bidirectional) for one, other in pairs] == [(False, True)]
+    windowed = KERNELS.plan(where, causal._replace(window=4)).attention
+    assert windowed.block_tables is not block.block_tables
+    assert layout([([0], 3, 5)]).attention == where.cut_at(np.array([2])).attention == {}
+
+
 def test_work_spread_over_dispatches_answers_the_same_in_order(monkeypatch):
     """One tile a dispatch, each in its own command buffer."""
     steps = [[([3, 1, 6, 7], 0, 60), ([5], 0, 9)], [([3, 1, 6, 7], 60, 1), ([5, 2], 9, 12)]]

@@ -109,6 +109,29 @@ def test_every_row_sees_its_context_once(requests, shape, window, share):
         assert np.array(row_of_output)[np.array(made.order)].tolist() == list(range(starts[-1]))
 
 
+@settings(max_examples=25)
+@given(
+    requests=st.lists(request | st.tuples(st.integers(0, 400), st.just(5)), min_size=1, max_size=8),
+    shape=shapes,
+    window=st.sampled_from([None, 1, 5, 64, 512]),
+    splits=st.sampled_from([Splits(), Splits(slots=2**20), Splits(fixed=256)]),
+)
+def test_rows_in_one_tile_need_no_other_plan_to_see_later_ones(requests, shape, window, splits):
+    lens = np.array([rows for _, rows in requests], np.int32)
+    seq_lens = lens + np.array([before for before, _ in requests], np.int32)
+    tables = np.arange(len(lens) * 400, dtype=np.int32).reshape(len(lens), 400)
+    parts = np.append(0, lens.cumsum()).astype(np.int32), seq_lens, tables, shape, window
+
+    def listed(made):
+        arrays = []
+        return all_else(made, arrays), [array.tolist() for array in arrays]
+
+    found = plan(*parts, splits=splits).seeing_later_rows
+    if found is not None:
+        assert listed(found) == listed(plan(*parts, splits=splits, bidirectional=True))
+    assert (found is not None) >= (lens.max() * shape.group <= 8)
+
+
 def test_decode_steps_keep_their_shapes_while_contexts_grow():
     """The next step reuses the graph: block tables, tiles and parts keep their sizes."""
 

@@ -10,7 +10,7 @@ from functools import partial
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import PositionLag
+from metal_kernels.layout import PositionLag, RaggedRows
 from vllm_metal.engine.batch.requests import Requests, RequestState
 from vllm_metal.engine.batch.rows import Rows, device_positions
 from vllm_metal.engine.sample import DraftSpans
@@ -86,7 +86,8 @@ def prepare(
         num_drafts = drafts.counts_np
         scheduled += num_drafts - drafts.reserved_np
     computed = requests.num_computed_tokens_np[req_indices]
-    query_start_loc, owner, positions = _layout(computed, scheduled)
+    rows = RaggedRows.of(scheduled)
+    owner, positions = rows.groups_np, computed[rows.groups_np] + rows.offsets_np
     num_tokens_before = requests.num_tokens_np[req_indices]
     seq_lens = computed + scheduled
     sampling = np.flatnonzero(seq_lens - num_drafts == num_tokens_before).astype(np.int32)
@@ -100,7 +101,7 @@ def prepare(
         given = req_indices[owner], positions, last_token_ids
         indices = positions - num_tokens_before[owner]
         input_ids = _ragged_ids(requests, *given, drafts, owner, indices)
-    ends = query_start_loc[sampling + 1]
+    ends = rows.starts_np[sampling + 1]
     sampled = _SampledRows.of(sampling, ends, num_drafts, drafts, blocks)
     owners = sampled.owners
     num_outputs = num_tokens_before - requests.num_prompt_tokens_np[req_indices]
@@ -108,10 +109,10 @@ def prepare(
     return InputBatch(
         requests=scheduled_requests,
         req_indices_np=req_indices,
-        query_start_loc_np=query_start_loc,
+        query_start_loc_np=rows.starts_np,
         seq_lens_np=seq_lens,
         positions_np=positions,
-        positions=device_positions(positions, owner, lag),
+        positions=device_positions(positions, rows, lag),
         input_ids=input_ids,
         sampling_np=sampling,
         sample_req_indices_np=req_indices[owners],
@@ -123,22 +124,6 @@ def prepare(
         num_drafts_np=num_drafts if num_drafts.any() else None,
         lag=lag,
     )
-
-
-def _layout(
-    computed: np.ndarray, scheduled: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lays out [R] scheduled tokens of requests with [R] computed ones, request by request.
-
-    Returns:
-        [R + 1] int32 first row of each request, [T] int32 request of each row, [T] int32 position
-        of each row.
-    """
-    query_start_loc = np.zeros(len(scheduled) + 1, np.int32)
-    np.cumsum(scheduled, out=query_start_loc[1:])
-    owner = np.repeat(np.arange(len(scheduled), dtype=np.int32), scheduled)
-    offsets = np.arange(len(owner), dtype=np.int32) - query_start_loc[owner]
-    return query_start_loc, owner, computed[owner] + offsets
 
 
 @dataclass(frozen=True)
@@ -167,9 +152,8 @@ class _SampledRows:
             blocks: `StepDrafts.blocks`.
         """
         lens = 1 + num_drafts[sampling]
-        span = np.repeat(np.arange(len(sampling)), lens)
-        starts = np.cumsum(lens) - lens
-        in_span = (np.arange(len(span)) - starts[span]).astype(np.int32)
+        spans = RaggedRows.of(lens)
+        span, in_span = spans.groups_np, spans.offsets_np
         owners, draft_spans = sampling[span], None
         if drafts is not None and num_drafts.any():
             if blocks is not None:  # the last row of a span verifies nothing
@@ -177,7 +161,7 @@ class _SampledRows:
             else:
                 last = mx.array(in_span == lens[span] - 1)
                 tokens = mx.where(last, -1, _draft_of(drafts, owners, in_span))
-            draft_spans = DraftSpans(starts.astype(np.int32), lens.astype(np.int32), tokens)
+            draft_spans = DraftSpans(lens, tokens)
         return _SampledRows(owners, in_span, (ends - lens)[span] + in_span, draft_spans)
 
 
@@ -226,9 +210,11 @@ def _input_ids(
         positions: [T] position of each token in its request.
         beyond: computes [T] int32 on the device; used for tokens that the host has not read.
     """
+    known = positions < requests.num_known_np[row_req_indices]
+    if not known.any():
+        return beyond()
     last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
     host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
-    known = positions < requests.num_known_np[row_req_indices]
     if known.all():
         return host_ids
     return mx.where(mx.array(known), host_ids, beyond())

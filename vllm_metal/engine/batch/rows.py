@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import PositionLag
+from metal_kernels.layout import PositionLag, RaggedRows
 from metal_kernels.pace import Pace
+from metal_kernels.paged_attention import AttentionPlan
 from vllm_metal.engine.attention.forward_inputs import ForwardInputs
 from vllm_metal.engine.kv_cache.layer_state import Run, StepLayout
 
@@ -34,6 +36,11 @@ class Rows:
     stored_np: np.ndarray | None = None  # [T] bool, rows with K/V to store; None: all
 
     @property
+    def query_lens_np(self) -> np.ndarray:
+        """[R] int32, tokens of each request."""
+        return self.query_start_loc_np[1:] - self.query_start_loc_np[:-1]
+
+    @property
     def inputs(self) -> ForwardInputs:
         return ForwardInputs(self.input_ids, self.positions[None])
 
@@ -43,33 +50,33 @@ class Rows:
 
 
 def device_positions(
-    positions_np: np.ndarray, requests_np: np.ndarray, lag: PositionLag | None
+    positions_np: np.ndarray, rows: RaggedRows, lag: PositionLag | None
 ) -> mx.array:
     """Computes exact positions on the device, [T] int32, from the host's upper bounds.
 
-    `requests_np`, [T], is each token's request.
+    `rows`: the tokens of the requests.
     """
-    positions = mx.array(positions_np)
-    return positions if lag is None else positions - lag.counts[mx.array(requests_np)]
+    return mx.array(positions_np) if lag is None else lag.exact(positions_np, rows)
 
 
 class Slots(NamedTuple):
-    """Slots of a step's tokens in one KV cache group's blocks."""
+    """Slots of a step's tokens in one KV cache group's blocks, and what is planned for them."""
 
     slot_mapping_np: np.ndarray  # [T] int32
     slot_mapping: mx.array | None  # [T] int32, exact; None: `slot_mapping_np` is
+    attention: dict[Hashable, AttentionPlan]  # see StepLayout
 
     @staticmethod
     def of(rows: Rows, tables_np: np.ndarray, block_size: int) -> Slots:
         """Computes the slots of `rows`; `tables_np` is [R, W] int32, blocks of each request."""
-        requests = np.repeat(np.arange(len(rows.req_indices_np)), np.diff(rows.query_start_loc_np))
+        of_requests = RaggedRows.of(rows.query_lens_np)
         places_np, offsets_np = np.divmod(rows.positions_np, np.int32(block_size))
-        slots_np = tables_np[requests, places_np] * block_size + offsets_np
+        slots_np = tables_np[of_requests.groups_np, places_np] * block_size + offsets_np
         if rows.lag is None:
-            return Slots(slots_np, None)
+            return Slots(slots_np, None, {})
         places, offsets = mx.divmod(rows.positions, block_size)
-        slots = mx.array(tables_np)[mx.array(requests), places] * block_size + offsets
-        return Slots(slots_np, slots)
+        slots = mx.array(tables_np)[of_requests.groups, places] * block_size + offsets
+        return Slots(slots_np, slots, {})
 
 
 class NewestSlots:
@@ -112,7 +119,8 @@ def step_layout(
     # Cut to the longest context, so that a step's cost depends on its actual content.
     width = -(-int(rows.seq_lens_np.max()) // block_size)
     tables = block_table_np[rows.req_indices_np, :width]
-    slot_mapping_np, slot_mapping = (newest or NewestSlots()).of(rows, tables, block_size, group)
+    slots = (newest or NewestSlots()).of(rows, tables, block_size, group)
+    slot_mapping_np, slot_mapping, attention = slots
     if rows.stored_np is not None:
         slot_mapping_np = np.where(rows.stored_np, slot_mapping_np, np.int32(-1))
         if slot_mapping is not None:
@@ -131,4 +139,5 @@ def step_layout(
         group=group,
         earlier_slots_np=earlier_slots_np,
         runs=runs,
+        attention=attention,
     )

@@ -22,6 +22,7 @@ from metal_kernels import (
 )
 from metal_kernels.kernel import MIN_ELEMENTS
 from metal_kernels.kv_write import Rotation
+from metal_kernels.layout import PositionLag
 from metal_kernels.pace import Pace, pace_of
 from metal_kernels.paged_attention import AttentionPlan, Splits, Tiles, prompts
 from metal_kernels.paged_attention.buckets import Bucket
@@ -320,33 +321,56 @@ class KernelBackend(KVBackend[KernelPlan]):
         return KernelKVCache(self, num_blocks, block_size, shape, dtype)
 
     def plan(self, layout: StepLayout, kind: AttentionKind) -> KernelPlan:
-        attention, split = None, None
-        parts = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
-        lag, work = layout.lag, 0
+        attention, split, work = None, None, 0
         by_mlx = self.by_mlx.get(kind)
         if by_mlx and (requests := gathered.select(layout, by_mlx)).any():
             split = gathered.plan(layout, requests, kind, by_mlx.force_fused)
-            parts, work = layout.arrays_without(requests), split.work(kind)
-            lag = lag and lag.of(np.flatnonzero(~requests))
-        if len(parts[1]):
-            tiles = self._tiles_of(kind)
-            attention = paged_attention.plan(
-                *parts,
-                kind.shape,
-                kind.window,
-                tiles,
-                lag=lag,
-                splits=self.splits,
-                block_size=layout.block_size,
-                bidirectional=kind.bidirectional,
-                extent=kind.extent,
-            )
-            work += attention.work
+            work = split.work(kind)
+            if not requests.all():
+                lag = layout.lag and layout.lag.of(np.flatnonzero(~requests))
+                attention = self._attention(*layout.arrays_without(requests), layout, lag, kind)
+        else:
+            attention = self._attention_of_all(layout, kind)
+        work += 0 if attention is None else attention.work
         pace = layout.pace
         # Layers that share a command buffer would hold all their gathered contexts at once.
         if pace is not None and (split is None or split.prompts is None):
             pace = pace_of(pace, int(layout.query_start_loc_np[-1]), work)
         return KernelPlan(layout.padded_slots, attention, split, pace)
+
+    def _attention_of_all(self, layout: StepLayout, kind: AttentionKind) -> AttentionPlan:
+        """Plans the attention of all tokens by kernels; `StepLayout.attention` keeps the plan."""
+        planned, key = layout.attention, (kind, self._tiles_of(kind), self.splits)
+        if key not in planned:
+            found = None
+            if kind.bidirectional:  # a drafter's block; the target verifies the same tokens
+                causal = kind._replace(bidirectional=False)
+                found = self._attention_of_all(layout, causal).seeing_later_rows
+            if found is None:
+                rows = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
+                found = self._attention(*rows, layout, layout.lag, kind)
+            planned[key] = found
+        return planned[key]
+
+    def _attention(
+        self,
+        query_start_loc_np: np.ndarray,
+        seq_lens_np: np.ndarray,
+        block_tables_np: np.ndarray,
+        layout: StepLayout,
+        lag: PositionLag | None,
+        kind: AttentionKind,
+    ) -> AttentionPlan:
+        """Plans the attention of some of a layout's requests by kernels."""
+        return paged_attention.plan(
+            *(query_start_loc_np, seq_lens_np, block_tables_np, kind.shape, kind.window),
+            self._tiles_of(kind),
+            lag=lag,
+            splits=self.splits,
+            block_size=layout.block_size,
+            bidirectional=kind.bidirectional,
+            extent=kind.extent,
+        )
 
     def plan_of_writes(self, layout: StepLayout, num_kv_heads: int) -> KernelPlan:
         return KernelPlan(layout.padded_slots, None, None, None)

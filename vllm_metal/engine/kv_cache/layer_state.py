@@ -9,9 +9,9 @@ one step. `StatefulLayer` (stateful_layer.py) describes the layer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -21,6 +21,7 @@ import numpy as np
 from metal_kernels.layout import PositionLag, RaggedLayout
 from metal_kernels.op_common import padded
 from metal_kernels.pace import Pace
+from metal_kernels.paged_attention import AttentionPlan
 
 #: A step's plan for one kind of layer, made from the step's layout.
 PlanT = TypeVar("PlanT")
@@ -52,6 +53,8 @@ class StepLayout(RaggedLayout):
     #: the same in all of them.
     earlier_slots_np: np.ndarray | None = None
     runs: tuple[Run, ...] = ()
+    #: Attention already planned for all these tokens, also for another network's layers.
+    attention: dict[Hashable, AttentionPlan] = field(default_factory=dict)
 
     @cached_property
     def padded_slots(self) -> mx.array:
@@ -90,6 +93,7 @@ class StepLayout(RaggedLayout):
             num_drafts_np=None,
             lag=None if self.lag is None else self.lag.of(owner),
             runs=(),
+            attention={},
         )
 
     def split(self, parts: int) -> StepLayout:
@@ -100,7 +104,7 @@ class StepLayout(RaggedLayout):
         block_size = self.block_size // parts
         width = -(-int(self.seq_lens_np.max()) // block_size)
         tables_np = tables_np.reshape(len(tables_np), -1)[:, :width]
-        return replace(self, block_tables_np=tables_np, block_size=block_size)
+        return replace(self, block_tables_np=tables_np, block_size=block_size, attention={})
 
 
 @dataclass(frozen=True)

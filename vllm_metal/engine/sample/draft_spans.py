@@ -9,45 +9,50 @@ from functools import cached_property
 import mlx.core as mx
 import numpy as np
 
+from metal_kernels.layout import RaggedRows
+
 
 @dataclass(frozen=True)
 class DraftSpans:
     """Rows that verify drafts, one span per request; row k of a span follows its first k drafts.
 
-    Raises ValueError if starts_np and lens_np disagree.
+    Raises ValueError if there are not as many drafts as rows.
     """
 
-    starts_np: np.ndarray  # int32 [R], first row of each request; no gaps, so N = sum(lens_np)
-    lens_np: np.ndarray  # int32 [R], rows of each request: one more than its drafts
+    lens_np: np.ndarray  # int32 [R], rows of each request: one more than its drafts; at least 1
     #: int32 [N], the draft for the token that each row samples; -1 on a span's last row. A draft
     #: outside the vocabulary is legal and never accepted.
     draft_ids: mx.array
 
     def __post_init__(self) -> None:
-        ends = np.cumsum(self.lens_np)
-        if not np.array_equal(self.starts_np, ends - self.lens_np) or (self.lens_np < 1).any():
-            raise ValueError("draft_spans need at least one row each and must leave no gap")
-        num_rows = int(ends[-1]) if len(ends) else 0
-        if self.draft_ids.shape != (num_rows,):
+        if self.draft_ids.shape != (self.num_rows,):
             raise ValueError(
-                f"draft_ids has shape {self.draft_ids.shape}; draft_spans: {num_rows} rows"
+                f"draft_ids has shape {self.draft_ids.shape}; draft_spans: {self.num_rows} rows"
             )
 
     @cached_property
-    def even_length(self) -> int | None:
-        """Rows of each span, if all have the same number; else None."""
-        lens = set(self.lens_np.tolist())
-        return lens.pop() if len(lens) == 1 else None
+    def rows(self) -> RaggedRows:
+        return RaggedRows.of(self.lens_np)
 
-    @cached_property
+    @property
+    def num_rows(self) -> int:
+        """N, rows of all spans."""
+        return len(self.rows.groups_np)
+
+    @property
+    def starts_np(self) -> np.ndarray:
+        """int32 [R], first row of each span."""
+        return self.rows.starts_np[:-1]
+
+    @property
     def offsets_np(self) -> np.ndarray:
         """int32 [N], the number of drafts before each row."""
-        return _counting(self.lens_np)
+        return self.rows.offsets_np
 
-    @cached_property
+    @property
     def index_np(self) -> np.ndarray:
         """int32 [N], the span of each row."""
-        return np.repeat(np.arange(len(self.lens_np), dtype=np.int32), self.lens_np)
+        return self.rows.groups_np
 
     @cached_property
     def earlier_np(self) -> tuple[np.ndarray, np.ndarray]:
@@ -55,17 +60,17 @@ class DraftSpans:
         offsets = self.offsets_np
         rows = np.arange(len(offsets), dtype=np.int32)
         later = np.repeat(rows, offsets)
-        return later, np.repeat(rows - offsets, offsets) + _counting(offsets)
+        return later, np.repeat(rows - offsets, offsets) + RaggedRows.of(offsets).offsets_np
 
     def part(self, first: int, last: int) -> DraftSpans:
         """Returns spans [first, last), with rows numbered from 0."""
         starts, lens = self.starts_np[first:last], self.lens_np[first:last]
         start, stop = int(starts[0]), int(starts[-1] + lens[-1])
-        return DraftSpans(starts - start, lens, self.draft_ids[start:stop])
+        return DraftSpans(lens, self.draft_ids[start:stop])
 
     def is_output(self, accepted: mx.array) -> mx.array:  # accepted: int32 [R], drafts of each span
         """Returns bool [N], whether a row's token is output: all drafts before it are accepted."""
-        return mx.array(self.offsets_np) <= accepted[mx.array(self.index_np)]
+        return self.rows.offsets <= accepted[self.rows.groups]
 
 
 def num_accepted(token_ids: mx.array, draft_spans: DraftSpans) -> mx.array:
@@ -77,18 +82,11 @@ def num_accepted(token_ids: mx.array, draft_spans: DraftSpans) -> mx.array:
     # (Leviathan et al. 2023, arXiv:2211.17192, section 2.3). Nothing has to be drawn a second time,
     # and a seeded request gets the tokens it gets without drafts.
     right = token_ids == draft_spans.draft_ids
-    if len(draft_spans.lens_np) and (length := draft_spans.even_length) is not None:
-        offsets = mx.array(np.arange(length, dtype=np.int32))
-        return mx.where(right.reshape(-1, length), length - 1, offsets).min(axis=-1)
+    if (length := draft_spans.rows.even_length) is not None:
+        offsets = mx.where(right, length - 1, draft_spans.rows.offsets)
+        return offsets.reshape(-1, length).min(axis=-1)
     last = draft_spans.lens_np[:, None] - 1
     offsets = np.minimum(np.arange(draft_spans.lens_np.max(initial=1), dtype=np.int32), last)
     rows = mx.array(draft_spans.starts_np[:, None] + offsets)
     # Correct rows count as the span's last offset, so min() finds the first mismatch.
     return mx.where(right[rows], mx.array(last), mx.array(offsets)).min(axis=-1)
-
-
-def _counting(lens: np.ndarray) -> np.ndarray:
-    """Returns int32 0, 1, ..., lens[0] - 1, 0, 1, ..., lens[1] - 1, ..."""
-    ends = np.cumsum(lens)
-    total = ends[-1] if len(ends) else 0
-    return np.arange(total, dtype=np.int32) - np.repeat(ends - lens, lens).astype(np.int32)

@@ -186,9 +186,9 @@ class Sampler:
             raise ValueError(
                 f"logits have shape {logits.shape}; expected {(len(req_indices), self._vocab_size)}"
             )
-        if draft_spans is not None and len(req_indices) != len(draft_spans.offsets_np):
+        if draft_spans is not None and len(req_indices) != draft_spans.num_rows:
             raise ValueError(
-                f"draft_spans have {len(draft_spans.offsets_np)} rows; expected {len(req_indices)}"
+                f"draft_spans have {draft_spans.num_rows} rows; expected {len(req_indices)}"
             )
         if len(req_indices) == 0:
             none = mx.zeros((0,), dtype=mx.int32)
@@ -237,7 +237,7 @@ class Sampler:
         last_token_ids, accepted = token_ids, None
         if step.draft_spans is not None:
             accepted = num_accepted(token_ids, step.draft_spans)
-            last_token_ids = token_ids[mx.array(step.draft_spans.starts_np) + accepted]
+            last_token_ids = token_ids[step.draft_spans.rows.firsts + accepted]
         for stage in used:
             stage.record(token_ids, step, accepted)
         logprobs = None

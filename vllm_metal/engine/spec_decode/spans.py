@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 import numpy as np
 
-from metal_kernels.layout import PositionLag
+from metal_kernels.layout import PositionLag, RaggedRows
 from vllm_metal.engine.batch.rows import Rows, device_positions
 from vllm_metal.engine.spec_decode.proposer import DraftRequest
 
@@ -30,22 +30,24 @@ class Spans:
     ends_np: np.ndarray  # [R] int32
 
     @cached_property
+    def of_requests(self) -> RaggedRows:
+        """The tokens as rows of the R requests."""
+        return RaggedRows.of(self.ends_np - self.starts_np)
+
+    @property
     def query_start_loc_np(self) -> np.ndarray:
         """[R + 1] int32, index of each request's first token in the pass, and T."""
-        out = np.zeros(len(self.req_indices_np) + 1, np.int32)
-        np.cumsum(self.ends_np - self.starts_np, out=out[1:])
-        return out
+        return self.of_requests.starts_np
 
-    @cached_property
+    @property
     def index_np(self) -> np.ndarray:
-        """[T], which of the R requests each token belongs to."""
-        return np.repeat(np.arange(len(self.req_indices_np)), self.ends_np - self.starts_np)
+        """[T] int32, which of the R requests each token belongs to."""
+        return self.of_requests.groups_np
 
     @cached_property
     def positions_np(self) -> np.ndarray:
         """[T] int32, position of each token in its request."""
-        rows = np.arange(len(self.index_np), dtype=np.int32)
-        return rows - (self.query_start_loc_np[:-1] - self.starts_np)[self.index_np]
+        return self.starts_np[self.index_np] + self.of_requests.offsets_np
 
     def tokens(self, request: DraftRequest, ahead: int = 0) -> mx.array:
         """[T] int32, the token at each position; arbitrary valid ids past the accepted tokens.
@@ -86,7 +88,7 @@ class Spans:
             query_start_loc_np=self.query_start_loc_np,
             seq_lens_np=self.ends_np,
             positions_np=self.positions_np,
-            positions=device_positions(self.positions_np, self.index_np, lag),
+            positions=device_positions(self.positions_np, self.of_requests, lag),
             input_ids=input_ids,
             logits_indices=logits_indices,
             lag=lag,
