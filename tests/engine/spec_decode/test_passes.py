@@ -84,6 +84,7 @@ def unread_drafts(bench):
             here * (K + 1),
             mx.array(sampled.ravel()),
             mx.array(rejected),
+            mx.array(sampled[np.arange(len(here)), K - rejected]),
         )
         limits = np.full(len(here), K, np.int32)
         request = DraftRequest(

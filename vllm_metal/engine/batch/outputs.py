@@ -30,6 +30,7 @@ class Unread:
     firsts_np: np.ndarray  # [R] int32, place in `token_ids` of each one's first; 0 without any
     token_ids: mx.array  # [S] int32, of all requests of that step
     num_rejected: mx.array  # [R] int32, how many at the end of each one's tokens are not accepted
+    newest_ids: mx.array  # [R] int32, the last accepted one of each; arbitrary without any
 
     @cached_property
     def lag(self) -> PositionLag | None:
@@ -39,11 +40,13 @@ class Unread:
 
     def of(self, indices_np: np.ndarray) -> Unread:
         """Restricts the unread tokens to the requests at [n] indices."""
+        indices = mx.array(indices_np)
         return Unread(
             self.counts_np[indices_np],
             self.firsts_np[indices_np],
             self.token_ids,
-            self.num_rejected[mx.array(indices_np)],
+            self.num_rejected[indices],
+            self.newest_ids[indices],
         )
 
 
@@ -107,6 +110,11 @@ class StepOutput:
         spans = self.batch.draft_spans
         return np.ones(len(self.batch.sampling_np), np.int32) if spans is None else spans.lens_np
 
+    def _span_starts_np(self) -> np.ndarray:
+        """[N] int32, first sampled token of each sampling request."""
+        spans, num_reqs = self.batch.draft_spans, len(self.batch.sampling_np)
+        return np.arange(num_reqs, dtype=np.int32) if spans is None else spans.starts_np
+
     def unread(self, req_indices_np: np.ndarray) -> Unread | None:
         """Returns tokens that this step sampled for requests of a later step; None: there are none.
 
@@ -119,31 +127,35 @@ class StepOutput:
         pending = requests.have_unread_np(req_indices_np)
         if self.is_read or sampled is None or not pending.any():
             return None
-        spans, own = self.batch.draft_spans, self.batch.req_indices_np[self.batch.sampling_np]
+        own = self.batch.req_indices_np[self.batch.sampling_np]
+        lens, starts = self.span_lens_np(), self._span_starts_np()
+        accepted, newest = sampled.num_accepted, sampled.last_token_ids
+        if pending.all() and req_indices_np.tobytes() == own.tobytes():  # in most steps
+            rejected = mx.zeros_like(newest) if accepted is None else mx.array(lens - 1) - accepted
+            return Unread(lens, starts, sampled.token_ids, rejected, newest)
         # A request that has left and returned has another row, where nothing is pending.
         place = np.zeros(len(requests.num_tokens_np), np.int32)
         place[own] = np.arange(len(own))
         place = place[req_indices_np]
-        in_order = len(place) == len(own) and bool((place == np.arange(len(own))).all())
-        lens, starts = (
-            self.span_lens_np(),
-            np.arange(len(own)) if spans is None else spans.starts_np,
-        )
         counts = np.where(pending, lens[place], 0).astype(np.int32)
+        there = mx.array(place)
+        rejected = mx.zeros(len(counts), mx.int32)
         if (counts > 1).any():
-            assert sampled.num_accepted is not None
-            ends, accepted = mx.array(np.maximum(counts - 1, 0)), sampled.num_accepted
+            assert accepted is not None
             # None of one token can be rejected, nor of a request that is not in both steps.
-            rejected = mx.maximum(ends - (accepted if in_order else accepted[mx.array(place)]), 0)
-        else:
-            rejected = mx.zeros(len(counts), mx.int32)
+            rejected = mx.maximum(mx.array(np.maximum(counts - 1, 0)) - accepted[there], 0)
         firsts = np.where(pending, starts[place], 0).astype(np.int32)
-        return Unread(counts, firsts, sampled.token_ids, rejected)
+        return Unread(counts, firsts, sampled.token_ids, rejected, newest[there])
 
     def num_accepted(self) -> np.ndarray:
         """[N] int32, accepted drafts of each sampling request; waits for the device."""
-        starts, stops = self._accepted_rows
-        return np.array(stops, np.int32) - np.array(starts, np.int32) - 1
+        return self._num_accepted_np
+
+    @cached_property
+    def _num_accepted_np(self) -> np.ndarray:
+        if self.sampled is None or self.sampled.num_accepted is None:
+            return np.zeros(len(self.batch.sampling_np), np.int32)
+        return np.array(self.sampled.num_accepted)
 
     def last_rows_np(self) -> np.ndarray:
         """[R] int32, batch index of each request's last accepted token; waits for the device."""
@@ -159,12 +171,8 @@ class StepOutput:
 
         Waits for the device.
         """
-        draft_spans = self.batch.draft_spans
-        if self.sampled is None or draft_spans is None or self.sampled.num_accepted is None:
-            starts = np.arange(len(self.batch.sampling_np))
-            return starts.tolist(), (starts + 1).tolist()
-        starts = draft_spans.starts_np
-        return starts.tolist(), (starts + 1 + np.array(self.sampled.num_accepted)).tolist()
+        starts_np = self._span_starts_np()
+        return starts_np.tolist(), (starts_np + 1 + self._num_accepted_np).tolist()
 
     def _failures(self) -> dict[str, str]:
         """Maps request id to why its token is invalid."""

@@ -169,24 +169,21 @@ class BlockProposer(Proposer):
         self._masks_of: dict[int, mx.array] = {}
 
     def propose(self, request: DraftRequest) -> Drafts:
-        most_tokens = request.most_tokens_np
         limits = request.limits_within(self._num_drafts)
         # Where the text ends before the block does, there is no room for its rows.
-        limits[most_tokens - 1 + self._num_rows > request.token_ids_np.shape[1]] = 0
+        last_start = request.token_ids_np.shape[1] - self._num_rows
+        limits[request.most_tokens_np - 1 > last_start] = 0
+        if limits.all():
+            return Drafts(self._pass(request), limits)
+        of_all = mx.zeros((len(limits), self._num_drafts), mx.int32)
         drafting = np.flatnonzero(limits)
-        if not len(drafting):
-            return Drafts(mx.zeros((len(limits), self._num_drafts), mx.int32), limits)
-        everyone = len(drafting) == len(limits)
-        drafts = self._pass(request if everyone else request.select(drafting))
-        if not everyone:
-            of_all = mx.zeros((len(limits), self._num_drafts), mx.int32)
-            of_all[mx.array(drafting)] = drafts
-            drafts = of_all
-        return Drafts(drafts, limits)
+        if len(drafting):
+            of_all[mx.array(drafting)] = self._pass(request.select(drafting))
+        return Drafts(of_all, limits)
 
     def _pass(self, request: DraftRequest) -> mx.array:
         """Drafts for R requests: [R, K] int32."""
-        starts = (request.most_tokens_np - 1).astype(np.int32)
+        starts = request.most_tokens_np - np.int32(1)
         spans = Spans(request.req_indices_np, starts, starts + np.int32(self._num_rows))
         anchors = _newest_tokens(request)[:, None]
         input_ids = mx.concatenate([anchors, self._masks(len(starts))], axis=1)
@@ -215,11 +212,10 @@ class BlockProposer(Proposer):
 
 def _newest_tokens(request: DraftRequest) -> mx.array:
     """[R] int32, each request's newest accepted token, from the device if the host lacks it."""
-    num_tokens_np, unread = request.num_tokens_np, request.unread
-    known = mx.array(request.token_ids_np[request.req_indices_np, num_tokens_np - 1])
-    if unread is None or not unread.counts_np.any():
-        return known
-    here_np = unread.counts_np > 0
-    lasts = mx.array(unread.firsts_np + np.maximum(unread.counts_np - 1, 0))
-    newest = unread.token_ids[lasts - unread.num_rejected]
-    return newest if here_np.all() else mx.where(mx.array(here_np), newest, known)
+    unread = request.unread
+    if unread is not None and unread.counts_np.all():
+        return unread.newest_ids
+    known_np = request.token_ids_np[request.req_indices_np, request.num_tokens_np - 1]
+    if unread is None:
+        return mx.array(known_np)
+    return mx.where(mx.array(unread.counts_np > 0), unread.newest_ids, mx.array(known_np))

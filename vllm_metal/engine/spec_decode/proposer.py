@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Self
 
 import mlx.core as mx
@@ -34,7 +35,7 @@ class DraftRequest:
     #: Tokens which that step sampled and the host does not know; None: the host knows all tokens.
     unread: Unread | None = None
 
-    @property
+    @cached_property
     def most_tokens_np(self) -> np.ndarray:
         """[R] int32, tokens of each request if all of its unread ones are accepted."""
         unread = self.unread
@@ -54,8 +55,8 @@ class DraftRequest:
         """
         max_len = self.token_ids_np.shape[1] if max_len is None else max_len
         room_np = max_len - self.most_tokens_np
-        limits_np = np.minimum(np.minimum(self.limits_np, room_np), num_drafts)
-        return np.maximum(limits_np, 0).astype(np.int32)
+        limits_np = np.minimum(np.minimum(self.limits_np, room_np), np.int32(num_drafts))
+        return np.maximum(limits_np, np.int32(0))
 
     def select(self, indices_np: np.ndarray) -> DraftRequest:
         """Returns a DraftRequest of only the requests at `indices_np`, [n]."""

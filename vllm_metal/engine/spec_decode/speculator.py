@@ -110,21 +110,23 @@ class Speculator(PerRequestState):
         sampling = batch.sampling_np
         copied = None if batch.drafts is None else batch.drafts.copied_np
         if batch.drafts is not None and len(sampling):
-            # How many copied drafts are accepted says nothing of the proposer's.
-            own = slice(None) if copied is None else ~copied[sampling]
-            drafted = batch.drafts.counts_np[sampling][own]
-            req_indices = batch.req_indices_np[sampling][own]
-            self._lengths.observe_drafts(req_indices, drafted, output.num_accepted()[own])
-            self._warn_if_useless(int(drafted.sum()))
+            accepted = output.num_accepted()
+            if copied is not None:  # how many copies are accepted says nothing of the proposer
+                accepted, sampling = accepted[~copied[sampling]], sampling[~copied[sampling]]
+            drafted = batch.drafts.counts_np[sampling]
+            self._lengths.observe_drafts(batch.req_indices_np[sampling], drafted, accepted)
+            self._warn_if_useless(drafted)
         # Steps with copies wait for the one before: they would make rows look expensive.
-        decoding = len(sampling) == len(batch.requests) and len(sampling) > 0 and copied is None
+        decoding = copied is None and len(sampling) == len(batch.requests) > 0
         if decoding and self._last_finish is not None:
             self._lengths.observe_step(int(batch.query_start_loc_np[-1]), now - self._last_finish)
         self._last_finish = now if decoding else None
 
-    def _warn_if_useless(self, num_drafts: int) -> None:
-        before, self._num_judged = self._num_judged, self._num_judged + num_drafts
-        if before < MIN_JUDGED <= self._num_judged and self._lengths.acceptance() < LOW_ACCEPTANCE:
+    def _warn_if_useless(self, drafted: np.ndarray) -> None:
+        if self._num_judged >= MIN_JUDGED:
+            return
+        self._num_judged += int(drafted.sum())
+        if self._num_judged >= MIN_JUDGED and self._lengths.acceptance() < LOW_ACCEPTANCE:
             logger.warning(
                 "Only %.0f %% of the drafts are accepted: speculation hardly helps on this "
                 "traffic. Try a smaller num_speculative_tokens in --speculative-config, another "
@@ -157,11 +159,13 @@ class Speculator(PerRequestState):
         known = [reserved.get(req_id, ()) for req_id in req_ids]
         room = np.array([len(drafts) for drafts in known], np.int32)
         scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))
-        awaiting = np.array([len(drafts) > 0 and drafts[0] < 0 for drafts in known])
+        awaiting = room > 0
+        if of_text := any(drafts[0] >= 0 for drafts in known if drafts):
+            awaiting = np.array([bool(drafts) and drafts[0] < 0 for drafts in known])
         limits = np.where(awaiting, room, 0)
         drafts = self._propose(req_ids, scheduled - room, limits, unread)
         token_ids, counts = drafts.token_ids, drafts.counts_np
-        if (room > 0).any() and not awaiting[room > 0].all():
+        if of_text:
             lists = [[token for token in drafts if token >= 0] for drafts in known]
             from_text = Drafts.of_lists(lists, token_ids.shape[1])
             token_ids = mx.where(mx.array(awaiting)[:, None], token_ids, from_text.token_ids)
@@ -270,10 +274,9 @@ class Speculator(PerRequestState):
             requests.num_known_np[req_indices],
             requests.num_computed_tokens_np[req_indices],
         )
-        ends = np.minimum(computed + num_rows, known)
-        ends = np.where(most > 0, known, ends)
-        copies = self._copies(req_indices, ends, most, unread)
         drafting = most > 0
+        ends = np.where(drafting, known, np.minimum(computed + num_rows, known))
+        copies = self._copies(req_indices, ends, most, unread)
         limits = np.zeros(len(req_ids), np.int32)
         num_copied = 0
         if copies is not None:
