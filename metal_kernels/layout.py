@@ -48,6 +48,11 @@ class RaggedRows:
         return mx.array(self.starts_np[:-1])
 
     @cached_property
+    def lasts(self) -> mx.array:
+        """[R] int32, offset of each group's last row: one less than its rows."""
+        return mx.array(self.lens_np - 1)
+
+    @cached_property
     def groups(self) -> mx.array:
         """[N] int32, `groups_np`."""
         return mx.array(self.groups_np)

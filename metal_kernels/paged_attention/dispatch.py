@@ -40,7 +40,6 @@ class Dispatch:
     shared: Dispatch | None = None
     listed: bool = False  # whether `requests` has an entry per query row
     wide: bool = False  # decode only: whether threadgroups have 512 threads instead of 256
-    bidirectional: bool = False  # whether rows of a request see those after them, too
     #: Whether each request is in one tile: seeing later rows then needs no other tiles.
     in_one_tile: bool = field(default=False, compare=False)
 
@@ -107,7 +106,6 @@ def dispatch_of(
         walkers=walkers,
         work=shape.work(rows, int(contexts.seen.sum())),
         shared=shared,
-        bidirectional=batch.bidirectional,
         in_one_tile=pieces.whole and len(cut.piece) == len(pieces.request),
     )
 

@@ -118,7 +118,8 @@ def run(
             pace.before(work, *fences[::-1], *outputs[::-1])
         parts = []
         for launch in dispatch.launches:
-            visible = launch.window, launch.listed, launch.bidirectional
+            # All rows see a whole shared prefix, which is listed.
+            visible = launch.window, launch.listed, plan.bidirectional and not launch.listed
             scoring = _scoring(scale, softcap, *visible, plan.extent or 0)
             lists = plan.block_tables, launch.requests, launch.tiles
             buffers = [queries, *pools, *lists, scoring, sinks, biases, after]

@@ -29,6 +29,7 @@ class AttentionPlan:
     block_tables: mx.array  # [R, W] int32, W a power of two of at least 8
     order: mx.array | None  # [T] int32, position of row t in the dispatches' outputs; None: t
     extent: int | None = None  # distances that have a relative bias; None: no bias
+    bidirectional: bool = False  # whether rows of a request see those after them, too
 
     @property
     def work(self) -> int:
@@ -40,8 +41,7 @@ class AttentionPlan:
         """This plan for rows that also see later rows of their request; None: the tiles differ."""
         if not all(dispatch.in_one_tile for dispatch in self.dispatches):
             return None
-        made = tuple(replace(dispatch, bidirectional=True) for dispatch in self.dispatches)
-        return replace(self, dispatches=made)
+        return replace(self, bidirectional=True)
 
     @property
     def pipelines(self) -> tuple[tuple[bool, int, bool, bool], ...]:
@@ -106,6 +106,7 @@ def plan(
         block_tables=_pad_tables(block_tables),
         order=output_order(batch, pieces) if len(kinds) > 1 else None,
         extent=extent,
+        bidirectional=bidirectional,
     )
 
 

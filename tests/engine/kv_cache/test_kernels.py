@@ -141,7 +141,7 @@ def test_a_drafted_block_and_the_step_that_verifies_it_are_planned_once():
     assert verified.block_tables is block.block_tables
     pairs = list(zip(verified.dispatches, block.dispatches, strict=True))
     assert all(one.tiles is other.tiles for one, other in pairs)
-    assert [(one.bidirectional, other.bidirectional) for one, other in pairs] == [(False, True)]
+    assert (verified.bidirectional, block.bidirectional) == (False, True)
     windowed = KERNELS.plan(where, causal._replace(window=4)).attention
     assert windowed.block_tables is not block.block_tables
     assert layout([([0], 3, 5)]).attention == where.cut_at(np.array([2])).attention == {}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from metal_kernels.layout import PositionLag
+from metal_kernels.layout import PositionLag, RaggedRows
 from vllm_metal.engine.batch.input_batch import InputBatch
 from vllm_metal.engine.batch.requests import Requests
 from vllm_metal.engine.sample import Logprobs, SamplerOutput
@@ -124,15 +124,20 @@ class StepOutput:
         req_indices_np: [R] int32, req_idx of the later step's requests.
         """
         requests, sampled = self._requests, self.sampled
-        pending = requests.have_unread_np(req_indices_np)
-        if self.is_read or sampled is None or not pending.any():
+        if self.is_read or sampled is None:
             return None
+        pending = requests.have_unread_np(req_indices_np)
         own = self.batch.req_indices_np[self.batch.sampling_np]
         lens, starts = self.span_lens_np(), self._span_starts_np()
         accepted, newest = sampled.num_accepted, sampled.last_token_ids
         if pending.all() and req_indices_np.tobytes() == own.tobytes():  # in most steps
-            rejected = mx.zeros_like(newest) if accepted is None else mx.array(lens - 1) - accepted
+            if accepted is None:
+                rejected = mx.zeros_like(newest)
+            else:
+                rejected = RaggedRows.of(lens).lasts - accepted
             return Unread(lens, starts, sampled.token_ids, rejected, newest)
+        if not pending.any():
+            return None
         # A request that has left and returned has another row, where nothing is pending.
         place = np.zeros(len(requests.num_tokens_np), np.int32)
         place[own] = np.arange(len(own))

@@ -64,7 +64,7 @@ class Slots(NamedTuple):
 
     slot_mapping_np: np.ndarray  # [T] int32
     slot_mapping: mx.array | None  # [T] int32, exact; None: `slot_mapping_np` is
-    attention: dict[Hashable, AttentionPlan]  # see StepLayout
+    attention: dict[Hashable, AttentionPlan]  # see StepLayout.share_attention
 
     @staticmethod
     def of(rows: Rows, tables_np: np.ndarray, block_size: int) -> Slots:
@@ -125,7 +125,7 @@ def step_layout(
         slot_mapping_np = np.where(rows.stored_np, slot_mapping_np, np.int32(-1))
         if slot_mapping is not None:
             slot_mapping = mx.where(mx.array(rows.stored_np), slot_mapping, -1)
-    return StepLayout(
+    layout = StepLayout(
         query_start_loc_np=rows.query_start_loc_np,
         seq_lens_np=rows.seq_lens_np,
         block_tables_np=tables,
@@ -139,5 +139,6 @@ def step_layout(
         group=group,
         earlier_slots_np=earlier_slots_np,
         runs=runs,
-        attention=attention,
     )
+    layout.share_attention(attention)
+    return layout

@@ -119,7 +119,8 @@ class KernelKVCache(LayerKVCache[KernelPlan], Fenced):
     @property
     def inputs(self) -> list[mx.array]:
         """The pool's arrays, and the fence that the forward's first write waits for."""
-        return [*self.arrays, op_common.merged(self._write_fences)]
+        fences = self._write_fences
+        return [*self.arrays, fences[0] if len(fences) == 1 else op_common.merged(fences)]
 
     @contextmanager
     def traced(self, inputs: Sequence[mx.array]) -> Iterator[None]:
@@ -340,17 +341,17 @@ class KernelBackend(KVBackend[KernelPlan]):
 
     def _attention_of_all(self, layout: StepLayout, kind: AttentionKind) -> AttentionPlan:
         """Plans the attention of all tokens by kernels; `StepLayout.attention` keeps the plan."""
-        planned, key = layout.attention, (kind, self._tiles_of(kind), self.splits)
-        if key not in planned:
-            found = None
-            if kind.bidirectional:  # a drafter's block; the target verifies the same tokens
-                causal = kind._replace(bidirectional=False)
-                found = self._attention_of_all(layout, causal).seeing_later_rows
-            if found is None:
-                rows = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
-                found = self._attention(*rows, layout, layout.lag, kind)
-            planned[key] = found
-        return planned[key]
+        key = kind, id(self)
+        if (found := layout.attention.get(key)) is not None:
+            return found
+        if kind.bidirectional:  # a drafter's block; the target verifies the same tokens
+            causal = kind._replace(bidirectional=False)
+            found = self._attention_of_all(layout, causal).seeing_later_rows
+        if found is None:
+            rows = layout.query_start_loc_np, layout.seq_lens_np, layout.block_tables_np
+            found = self._attention(*rows, layout, layout.lag, kind)
+        layout.attention[key] = found
+        return found
 
     def _attention(
         self,

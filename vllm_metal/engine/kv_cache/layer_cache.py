@@ -204,7 +204,10 @@ class LayerKVCache(Storage, Traceable, Generic[PlanT]):
     @property
     def arrays(self) -> list[mx.array]:
         """Arrays of keys, then of values: elements, and scales if quantized."""
-        return [*self.keys.arrays, *(() if self.values is None else self.values.arrays)]
+        keys, values = self.keys, self.values
+        if keys.scales is None:  # read for each layer in each step
+            return [keys.elements] if values is None else [keys.elements, values.elements]
+        return [*keys.arrays, *(() if values is None else values.arrays)]
 
     @arrays.setter
     def arrays(self, arrays: Sequence[mx.array]) -> None:

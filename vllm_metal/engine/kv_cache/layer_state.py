@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -53,8 +53,18 @@ class StepLayout(RaggedLayout):
     #: the same in all of them.
     earlier_slots_np: np.ndarray | None = None
     runs: tuple[Run, ...] = ()
-    #: Attention already planned for all these tokens, also for another network's layers.
-    attention: dict[Hashable, AttentionPlan] = field(default_factory=dict)
+
+    @cached_property
+    def attention(self) -> dict[Hashable, AttentionPlan]:
+        """Attention planned for all these tokens so far, see `share_attention`.
+
+        Not a field, so that no changed copy has it.
+        """
+        return {}
+
+    def share_attention(self, planned: dict[Hashable, AttentionPlan]) -> None:
+        """Makes `attention` that of another network's layout of the same tokens."""
+        vars(self)["attention"] = planned
 
     @cached_property
     def padded_slots(self) -> mx.array:
@@ -93,7 +103,6 @@ class StepLayout(RaggedLayout):
             num_drafts_np=None,
             lag=None if self.lag is None else self.lag.of(owner),
             runs=(),
-            attention={},
         )
 
     def split(self, parts: int) -> StepLayout:
@@ -104,11 +113,10 @@ class StepLayout(RaggedLayout):
         block_size = self.block_size // parts
         width = -(-int(self.seq_lens_np.max()) // block_size)
         tables_np = tables_np.reshape(len(tables_np), -1)[:, :width]
-        return replace(self, block_tables_np=tables_np, block_size=block_size, attention={})
+        return replace(self, block_tables_np=tables_np, block_size=block_size)
 
 
-@dataclass(frozen=True)
-class Pending(Generic[PlanT]):
+class Pending(NamedTuple, Generic[PlanT]):
     """Arrays that one layer of a forward leaves for the next step."""
 
     plan: PlanT  # of that forward

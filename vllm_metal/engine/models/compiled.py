@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,7 +125,7 @@ class CompiledForward:
         else:
             outputs = graph.compute(arrays)
         self._engine_graphs.num_built += 1
-        self._accept(graph, plans, iter(outputs[graph.num_results :]))
+        self._accept(graph, plans, outputs)
         return outputs[: graph.num_results]
 
     def _graph(self, key: Hashable) -> _Graph | None:
@@ -164,13 +164,15 @@ class CompiledForward:
 
         return forward
 
-    def _accept(self, graph: _Graph, plans: Sequence[object], outputs: Iterator[mx.array]) -> None:
-        """Passes the graph's extra outputs (pending writes, fences) to the states."""
+    def _accept(self, graph: _Graph, plans: Sequence[object], outputs: list[mx.array]) -> None:
+        """Passes the graph's outputs after its results (pending writes, fences) to the states."""
+        first = graph.num_results
         for state, left in zip(self._states, graph.left, strict=True):
-            state.outputs = [
-                Pending(plans[index], [next(outputs) for _ in range(count)])
-                for index, count in left
-            ]
+            pending: list[Pending[Any]] = []
+            for index, count in left:
+                pending.append(Pending(plans[index], outputs[first : first + count]))
+                first += count
+            state.outputs = pending
 
 
 def _index_of(plans: Sequence[object], plan: object) -> int:

@@ -43,8 +43,9 @@ class DraftLengths:
         self, req_indices_np: np.ndarray, drafted_np: np.ndarray, accepted_np: np.ndarray
     ) -> None:
         """Records the drafts of R requests in a step: [R] verified and [R] accepted."""
-        self._hits += float(accepted_np.sum())
-        self._trials += float(_trials(drafted_np, accepted_np).sum())
+        num_accepted = int(accepted_np.sum())
+        self._hits += num_accepted
+        self._trials += num_accepted + np.count_nonzero(accepted_np < drafted_np)
 
     def observe_step(self, num_rows: int, seconds: float) -> None:
         """Records the duration of a step in which all requests decode.
