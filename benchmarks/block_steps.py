@@ -7,8 +7,9 @@ Two engines decode in turn. A run's figure is the median of its steps, and the l
 counts, as other programs on the machine only add time.
 
 With `--kernels`, the step is laid out as for a GPU: with the plans of our kernels, and with one
-operation for each of them and of MLX's fast functions, which compute nothing. So the time without
-the hand-over to MLX is what a Mac's host has to do, and the rest is not.
+operation for each of them, of MLX's fast functions and of the products with weights, which compute
+nothing. MLX gets it after the step, and does not work beside it. So the time without the hand-over
+is what a Mac's host has to do. Of the system's allocators, glibc's is the slowest: preload another.
 
 `--lookup` compares steps with and without prompt lookup, both with the drafter. Tokens are sampled,
 so that no request copies. The ratio is the median of those of neighboring runs.
@@ -130,13 +131,13 @@ def lay_out_for_kernels() -> None:
 
 
 def step_ms(
-    llm: LLM, meter: overhead.Meter, num_requests: int, steps: int, run: int, sampled: bool
+    llm: LLM, meter: overhead.Meter, num_requests: int, run: int, args: argparse.Namespace
 ) -> dict[str, float]:
     """Returns WHOLE and REST of a decode step in milliseconds, and its number of FORWARDS."""
     core, req_ids = llm.llm_engine, [f"{run}-{n}" for n in range(num_requests)]
     options = {"max_tokens": 900, "ignore_eos": True, "detokenize": False}
     for index, prompt in enumerate(overhead.prompts(num_requests)):
-        params = SamplingParams(temperature=float(sampled), seed=index, **options)
+        params = SamplingParams(temperature=float(args.lookup), seed=index, **options)
         core.add_request(req_ids[index], {"prompt_token_ids": prompt}, params)
     for _ in range(2 * overhead.WARM_UP):  # shapes are traced when they come again
         core.step()
@@ -148,25 +149,32 @@ def step_ms(
         calls += 1
         return call(*args)
 
+    later: list[tuple[object, ...]] = []
+    submit = mx.async_eval
+    if args.kernels:
+        mx.async_eval = lambda *arrays: later.append(arrays)
     call, CompiledForward.__call__ = CompiledForward.__call__, counted
-    for _ in range(steps):
+    for _ in range(args.steps):
         meter.seconds.clear()
         started = time.thread_time()
         core.step()
         whole = time.thread_time() - started
         found[WHOLE].append(1e3 * whole)
         found[REST].append(1e3 * (whole - meter.seconds.get(overhead.HAND_OVER, 0.0)))
-    CompiledForward.__call__ = call
+        mx.eval(later)
+        mx.synchronize()
+        later.clear()
+    CompiledForward.__call__, mx.async_eval = call, submit
     core.abort_request(req_ids)
     while core.has_unfinished_requests():
         core.step()
     llm.reset_prefix_cache()
     return {name: float(np.median(each)) for name, each in found.items()} | {
-        FORWARDS: calls / steps
+        FORWARDS: calls / args.steps
     }
 
 
-def measure(steps: int, repeats: int, lookup: bool) -> dict[str, list[dict[str, float]]]:
+def measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Runs by engine and number of requests."""
     runs: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -183,7 +191,7 @@ def measure(steps: int, repeats: int, lookup: bool) -> dict[str, list[dict[str, 
                 target, speculative_config=speculation, additional_config=options
             )
 
-        if lookup:
+        if args.lookup:
             engines = {DRAFTING: drafting(False), LOOKUP: drafting(True)}
         else:
             plain_engine = overhead.engine(target, additional_config=plain)
@@ -191,10 +199,12 @@ def measure(steps: int, repeats: int, lookup: bool) -> dict[str, list[dict[str, 
         meter = overhead.Meter()
         for function in ("eval", "async_eval"):
             meter.wrap(mx, function, overhead.HAND_OVER)
-        for run in range(repeats):  # alternating, so that a drifting machine affects both alike
+        for run in range(
+            args.repeats
+        ):  # alternating, so that a drifting machine affects both alike
             for count in REQUESTS:
                 for name, llm in engines.items():
-                    found = step_ms(llm, meter, count, steps, run, sampled=lookup)
+                    found = step_ms(llm, meter, count, run, args)
                     runs.setdefault(f"{name}, {count}", []).append(found)
     return runs
 
@@ -210,10 +220,10 @@ def main() -> None:
     merge_freed_memory_at_once()
     if args.kernels:
         lay_out_for_kernels()
-    runs = measure(args.steps, args.repeats, args.lookup)
+    runs = measure(args)
     compared = (DRAFTING, LOOKUP) if args.lookup else (PLAIN, DRAFTING)
     for count in REQUESTS:
-        for name in (WHOLE, REST):
+        for name in (REST,) if args.kernels else (WHOLE, REST):
             pairs = [[run[name] for run in runs[f"{each}, {count}"]] for each in compared]
             before, after = map(min, pairs)
             ratio = np.median(np.divide(*pairs[::-1])) if args.lookup else after / before
