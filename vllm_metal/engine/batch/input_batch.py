@@ -31,9 +31,11 @@ class StepDrafts:
         `scheduled_np` is [R] int32, each request's tokens in the step, drafts included.
         """
         count = int(self.counts_np[0])
-        if not count or (self.counts_np != count).any() or (scheduled_np != count + 1).any():
+        if not count or {*self.counts_np.tolist()} != {count}:
             return None
-        return self.token_ids[:, :count]
+        if {*scheduled_np.tolist()} != {count + 1}:
+            return None
+        return self.token_ids if count == self.token_ids.shape[1] else self.token_ids[:, :count]
 
     def unused(self, req_ids: Iterable[str]) -> dict[str, int]:
         """Maps request ids to reserved rows without a draft; omits requests that use all rows."""
@@ -121,7 +123,7 @@ def prepare(
         draft_spans=sampled.draft_spans,
         drafts=drafts,
         logits_indices=None if everything else mx.array(sampled.rows.astype(np.int32)),
-        num_drafts_np=num_drafts if num_drafts.any() else None,
+        num_drafts_np=num_drafts if np.count_nonzero(num_drafts) else None,
         lag=lag,
     )
 
@@ -155,7 +157,7 @@ class _SampledRows:
         spans = RaggedRows.of(lens)
         span, in_span = spans.groups_np, spans.offsets_np
         owners, draft_spans = sampling[span], None
-        if drafts is not None and num_drafts.any():
+        if drafts is not None and len(span) > len(sampling):
             if blocks is not None:  # the last row of a span verifies nothing
                 tokens = mx.pad(blocks, [(0, 0), (0, 1)], constant_values=-1).flatten()
             else:
@@ -211,11 +213,11 @@ def _input_ids(
         beyond: computes [T] int32 on the device; used for tokens that the host has not read.
     """
     known = positions < requests.num_known_np[row_req_indices]
-    if not known.any():
+    if not (num_known := np.count_nonzero(known)):
         return beyond()
     last = requests.token_ids_np.shape[1] - 1  # a draft may lie past the longest request
     host_ids = mx.array(requests.token_ids_np[row_req_indices, np.minimum(positions, last)])
-    if known.all():
+    if num_known == len(known):
         return host_ids
     return mx.where(mx.array(known), host_ids, beyond())
 

@@ -36,7 +36,7 @@ class Unread:
     def lag(self) -> PositionLag | None:
         """Rejected drafts that the host's token counts include; None if they are exact."""
         most_np = np.maximum(self.counts_np - 1, 0)
-        return PositionLag(self.num_rejected, most_np) if most_np.any() else None
+        return PositionLag(self.num_rejected, most_np) if np.count_nonzero(most_np) else None
 
     def of(self, indices_np: np.ndarray) -> Unread:
         """Restricts the unread tokens to the requests at [n] indices."""
@@ -130,13 +130,15 @@ class StepOutput:
         own = self.batch.req_indices_np[self.batch.sampling_np]
         lens, starts = self.span_lens_np(), self._span_starts_np()
         accepted, newest = sampled.num_accepted, sampled.last_token_ids
-        if pending.all() and req_indices_np.tobytes() == own.tobytes():  # in most steps
+        num_pending = np.count_nonzero(pending)
+        # In most steps:
+        if num_pending == len(pending) and req_indices_np.tobytes() == own.tobytes():
             if accepted is None:
                 rejected = mx.zeros_like(newest)
             else:
                 rejected = RaggedRows.of(lens).lasts - accepted
             return Unread(lens, starts, sampled.token_ids, rejected, newest)
-        if not pending.any():
+        if not num_pending:
             return None
         # A request that has left and returned has another row, where nothing is pending.
         place = np.zeros(len(requests.num_tokens_np), np.int32)

@@ -80,6 +80,8 @@ class PagedLayers:
         self._begins_steps = begins_steps
         self._by_name, self._group_of = dict(layer_states), dict(group_of)
         self.layer_states = list(dict.fromkeys(layer_states.values()))
+        ignored = LayerState.begin_step
+        self._deferring = [x for x in self.layer_states if type(x).begin_step is not ignored]
         #: The storages that contain the layer states.
         self.storages = list(dict.fromkeys(state.storage for state in self.layer_states))
         #: Whether a step may be submitted to the device while the previous one still runs.
@@ -114,7 +116,7 @@ class PagedLayers:
     def update_blocks(self, zeroed: Sequence[int], copied: Sequence[tuple[int, int]]) -> None:
         """Clears blocks, then copies (source, target) blocks, before the next forward."""
         # Deferred writes come first: they may belong to blocks that are cleared or copied.
-        for state in self.layer_states:
+        for state in self._deferring:
             state.begin_step()
         for storage in self.storages:
             if zeroed:
@@ -148,7 +150,7 @@ class PagedLayers:
         plans = [scope.flush_plan(req_indices_np) for scope in self._sequences]
         if not any(plans):
             return
-        for state in self.layer_states:
+        for state in self._deferring:
             state.begin_step()
         for plan in plans:
             for state in self.layer_states:
@@ -158,7 +160,7 @@ class PagedLayers:
     def begin_step(self) -> None:
         """Applies deferred writes to the pool, before plans of the next forward are made."""
         if self._begins_steps:
-            for state in self.layer_states:
+            for state in self._deferring:
                 state.begin_step()
 
     def plans(

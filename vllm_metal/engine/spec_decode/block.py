@@ -131,7 +131,7 @@ def _load(drafter: BlockDrafter, config: VllmConfig, folder: Path) -> None:
 class _BlockInputs:
     """Inputs of a pass over R blocks of L tokens each."""
 
-    input_ids: mx.array  # [R, L] int32
+    anchors: mx.array  # [R] int32, each request's newest token
     positions: mx.array  # [R * L] int32
 
 
@@ -166,14 +166,13 @@ class BlockProposer(Proposer):
         self._num_drafts = num_drafts
         self._num_rows = drafter.config.num_rows(num_drafts)
         self._forward = CompiledForward(self._build, drafter, paged.own_states, graphs)
-        self._masks_of: dict[int, mx.array] = {}
 
     def propose(self, request: DraftRequest) -> Drafts:
         limits = request.limits_within(self._num_drafts)
         # Where the text ends before the block does, there is no room for its rows.
         last_start = request.token_ids_np.shape[1] - self._num_rows
         limits[request.most_tokens_np - 1 > last_start] = 0
-        if limits.all():
+        if np.count_nonzero(limits) == len(limits):
             return Drafts(self._pass(request), limits)
         of_all = mx.zeros((len(limits), self._num_drafts), mx.int32)
         drafting = np.flatnonzero(limits)
@@ -185,12 +184,11 @@ class BlockProposer(Proposer):
         """Drafts for R requests: [R, K] int32."""
         starts = request.most_tokens_np - np.int32(1)
         spans = Spans(request.req_indices_np, starts, starts + np.int32(self._num_rows))
-        anchors = _newest_tokens(request)[:, None]
-        input_ids = mx.concatenate([anchors, self._masks(len(starts))], axis=1)
-        rows = spans.rows(input_ids.flatten(), None, request.lag)
+        anchors = _newest_tokens(request)
+        rows = spans.rows(anchors, None, request.lag)  # the forward adds the mask tokens
         self._paged.begin_step()
         plans = self._paged.plans(rows, self._tables)
-        inputs = _BlockInputs(input_ids, rows.positions)
+        inputs = _BlockInputs(anchors, rows.positions)
         (drafts,) = self._forward(inputs, plans, len(rows.positions_np))
         if self._paged.pipelined:
             mx.async_eval(drafts)  # the device works while the host lays out the step
@@ -198,22 +196,17 @@ class BlockProposer(Proposer):
             mx.eval(drafts)  # scatter writes when all reads are done, see kv_cache.scatter
         return drafts
 
-    def _masks(self, num_reqs: int) -> mx.array:
-        """Mask tokens of the blocks, [num_reqs, L - 1] int32; cached per number of requests."""
-        if num_reqs not in self._masks_of:
-            shape = num_reqs, self._num_rows - 1
-            self._masks_of[num_reqs] = mx.full(shape, self._drafter.config.mask_token_id, mx.int32)
-        return self._masks_of[num_reqs]
-
     def _build(self, inputs: _BlockInputs, plans: Sequence[object]) -> list[mx.array]:
+        masks, mask_id = [(0, 0), (0, self._num_rows - 1)], self._drafter.config.mask_token_id
+        input_ids = mx.pad(inputs.anchors[:, None], masks, constant_values=mask_id)
         with self._paged.during(inputs.positions, plans) as caches:
-            return [self._drafter.draft(inputs.input_ids, caches)]
+            return [self._drafter.draft(input_ids, caches)]
 
 
 def _newest_tokens(request: DraftRequest) -> mx.array:
     """[R] int32, each request's newest accepted token, from the device if the host lacks it."""
     unread = request.unread
-    if unread is not None and unread.counts_np.all():
+    if unread is not None and np.count_nonzero(unread.counts_np) == len(unread.counts_np):
         return unread.newest_ids
     known_np = request.token_ids_np[request.req_indices_np, request.num_tokens_np - 1]
     if unread is None:

@@ -157,6 +157,7 @@ class HeadPasses(PassNetwork):
 class HeadProposer(PagedProposer):
     """Drafts first from the target's hidden states, then from the head's own."""
 
+    reads_before = True
     #: Whether the head has K/V to write of all tokens, those of prompts included.
     writes_kv: ClassVar[bool] = True
 

@@ -30,7 +30,7 @@ class DraftRequest:
     num_tokens_np: np.ndarray
     limits_np: np.ndarray  # [R] int32, most drafts wanted of each, from 0 to K; 0 within a prompt
     #: [R] int32, known tokens of each before its newest step sampled; None: all rows since lay
-    #: where the host said.
+    #: where the host said, or the proposer does not read it.
     num_before_np: np.ndarray | None = None
     #: Tokens which that step sampled and the host does not know; None: the host knows all tokens.
     unread: Unread | None = None
@@ -98,6 +98,8 @@ class Proposer(ABC):
 
     #: Whether the host must know all tokens: requests then have no `unread`.
     reads_text: ClassVar[bool] = True
+    #: Whether requests have `num_before_np`.
+    reads_before: ClassVar[bool] = False
     #: How many tokens after a position its K/V depend on; at least 1.
     lookahead = 1
 

@@ -159,10 +159,10 @@ class Speculator(PerRequestState):
         known = [reserved.get(req_id, ()) for req_id in req_ids]
         room = np.array([len(drafts) for drafts in known], np.int32)
         scheduled = np.fromiter(num_scheduled_tokens.values(), np.int32, len(req_ids))
-        awaiting = room > 0
+        limits = room
         if of_text := any(drafts[0] >= 0 for drafts in known if drafts):
             awaiting = np.array([bool(drafts) and drafts[0] < 0 for drafts in known])
-        limits = np.where(awaiting, room, 0)
+            limits = np.where(awaiting, room, 0)
         drafts = self._propose(req_ids, scheduled - room, limits, unread)
         token_ids, counts = drafts.token_ids, drafts.counts_np
         if of_text:
@@ -275,15 +275,17 @@ class Speculator(PerRequestState):
             requests.num_computed_tokens_np[req_indices],
         )
         drafting = most > 0
-        ends = np.where(drafting, known, np.minimum(computed + num_rows, known))
+        ends = known
+        if np.count_nonzero(drafting) < len(drafting):
+            ends = np.where(drafting, known, np.minimum(computed + num_rows, known))
         copies = self._copies(req_indices, ends, most, unread)
         limits = np.zeros(len(req_ids), np.int32)
         num_copied = 0
         if copies is not None:
             limits, num_copied = copies.counts_np.copy(), int(copies.counts_np.sum())
             drafting &= limits == 0
-        if drafting.any():
-            others = num_copied + int(num_rows.sum()) - int(drafting.sum())
+        if num_drafting := int(np.count_nonzero(drafting)):
+            others = num_copied + int(num_rows.sum()) - num_drafting
             chosen = self._lengths.limits(req_indices[drafting], 0 if done else others)
             limits[drafting] = np.minimum(chosen, most[drafting])
         limits = _within(limits, self._most_drafts)
@@ -315,10 +317,12 @@ class Speculator(PerRequestState):
         unread: Unread | None = None,
     ) -> DraftRequest:
         """Describes [R] requests to the proposer; arguments as in DraftRequest."""
-        requests, known_np = self._requests, self._requests.num_known_np[req_indices_np]
-        pending = requests.have_unread_np(req_indices_np)
-        before_np = np.where(pending, known_np, requests.num_known_before_np[req_indices_np])
-        num_tokens_np = num_tokens_np.astype(np.int32)
+        requests, before_np = self._requests, None
+        if self._proposer.reads_before:
+            known_np = requests.num_known_np[req_indices_np]
+            pending = requests.have_unread_np(req_indices_np)
+            before_np = np.where(pending, known_np, requests.num_known_before_np[req_indices_np])
+        num_tokens_np = num_tokens_np.astype(np.int32, copy=False)
         return DraftRequest(
             requests.token_ids_np, req_indices_np, num_tokens_np, limits_np, before_np, unread
         )
