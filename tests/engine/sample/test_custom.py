@@ -14,6 +14,7 @@ from vllm.v1.sample.logits_processor import (
     MoveDirectionality,
 )
 
+from metal_kernels.layout import RaggedRows
 from vllm_metal.engine.sample import CustomProcessors, DraftSpans, Sampler
 
 V = 32
@@ -163,12 +164,12 @@ def test_drafts_are_refused():
     under_test = sampler(OnlyEven, ForceToken)
     under_test.add_request(0, SamplingParams(temperature=0), [1, 2], [])
     zeros, start = np.zeros(2, dtype=np.int32), np.zeros(1, dtype=np.int32)
-    draft_spans = DraftSpans(start + 2, mx.array([3, -1]))
+    draft_spans = DraftSpans(RaggedRows.of(start + 2), mx.array([3, -1]))
     with pytest.raises(ValueError, match=r"\(OnlyEven, ForceToken\) cannot be combined"):
         under_test.sample(
             mx.zeros((2, V)), zeros, np.arange(2, dtype=np.int32), draft_spans=draft_spans
         )
-    single = DraftSpans(start + 1, mx.array([-1]))
+    single = DraftSpans(RaggedRows.of(start + 1), mx.array([-1]))
     out = under_test.sample(mx.zeros((1, V)), start, start, draft_spans=single)
     assert out.num_accepted.tolist() == [0]
 

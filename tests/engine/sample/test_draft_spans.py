@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from vllm import SamplingParams
 from vllm.v1.outputs import LogprobsLists
 
+from metal_kernels.layout import RaggedRows
 from vllm_metal.engine.sample import DraftSpans, GrammarMask, Sampler, SamplerOutput, num_accepted
 
 V = 11
@@ -18,7 +19,7 @@ def spans_of(drafts: list[list[int]]) -> DraftSpans:
     """Returns one span per list of drafts."""
     lens = np.array([len(d) + 1 for d in drafts], dtype=np.int32)
     flat = [token for d in drafts for token in [*d, -1]]
-    return DraftSpans(lens, mx.array(flat, dtype=mx.int32))
+    return DraftSpans(RaggedRows.of(lens), mx.array(flat, dtype=mx.int32))
 
 
 @given(
@@ -281,7 +282,7 @@ def continue_with_drafts(
             chain[:, j + 1] = np.where(likeliest[:, j], successor, chain[:, j + 1])
         drafts = np.where(offsets < lens[span] - 1, chain[span, offsets + 1], -1)
         places = done[req_indices][span] + offsets
-        draft_spans = DraftSpans(lens, mx.array(drafts))
+        draft_spans = DraftSpans(RaggedRows.of(lens), mx.array(drafts))
         out = sampler.sample(
             mx.array(logits[chain[span, offsets]]),
             req_indices[span],
@@ -321,7 +322,7 @@ def test_a_draft_outside_the_vocabulary_is_refused_and_leaves_no_trace():
 
 def test_an_empty_step_has_no_draft_spans():
     none = np.zeros(0, dtype=np.int32)
-    draft_spans = DraftSpans(none, mx.zeros((0,), dtype=mx.int32))
+    draft_spans = DraftSpans(RaggedRows.of(none), mx.zeros((0,), dtype=mx.int32))
     out = Sampler(V, 1).sample(mx.zeros((0, V)), none, none, draft_spans=draft_spans)
     assert out.num_accepted.shape == out.last_token_ids.shape == (0,)
 
@@ -329,7 +330,7 @@ def test_an_empty_step_has_no_draft_spans():
 def test_contract_errors_name_the_cause():
     lens = np.array([2, 1], dtype=np.int32)
     with pytest.raises(ValueError, match=r"draft_ids has shape \(2,\); draft_spans: 3 rows"):
-        DraftSpans(lens, mx.zeros((2,), dtype=mx.int32))
+        DraftSpans(RaggedRows.of(lens), mx.zeros((2,), dtype=mx.int32))
     sampler = Sampler(V, 1)
     sampler.add_request(0, SamplingParams(), [], [])
     one = np.zeros(1, dtype=np.int32)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
+from metal_kernels.layout import RaggedRows
 from vllm_metal.engine.sample import DraftSpans, Sampler, rows_at_once
 from vllm_metal.engine.sample.logit_chunks import logit_chunks
 
@@ -16,7 +17,7 @@ from vllm_metal.engine.sample.logit_chunks import logit_chunks
 def test_chunks_hold_whole_spans_each_once_and_no_more_rows_than_asked(lens, most):
     lens = np.array(lens, np.int32)
     drafts = np.arange(lens.sum(), dtype=np.int32)
-    draft_spans = DraftSpans(lens, mx.array(drafts))
+    draft_spans = DraftSpans(RaggedRows.of(lens), mx.array(drafts))
     found = list(logit_chunks(len(drafts), draft_spans, most))
     seen = [row for rows, _ in found for row in range(rows.start, rows.stop)]
     assert seen == drafts.tolist()

@@ -9,7 +9,7 @@ from peaks import least_peak
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from metal_kernels.layout import PositionLag
+from metal_kernels.layout import PositionLag, RaggedRows
 from vllm_metal.engine.sample import DraftSpans, GrammarMask, Sampler, SamplerOutput
 
 V = 64
@@ -264,7 +264,7 @@ def test_counts_that_only_the_device_knows(span):
     spans = None
     if span > 1:
         lens, none = np.full(16, span, np.int32), mx.full(16 * span, -1, mx.int32)
-        spans = DraftSpans(lens, none)
+        spans = DraftSpans(RaggedRows.of(lens), none)
     exact = rng.integers(4, 10, 16, np.int32)[req_indices] + in_span
     most = rng.integers(0, 4, 16, np.int32)
     most[0] = 3
@@ -308,7 +308,7 @@ def test_a_step_with_everything_on_evaluates_nothing(span):
     mask = GrammarMask(rows(0, 1), np.full((2, wide // 32), -1, dtype=np.int32))
 
     def sample(logits: mx.array, draft_ids: mx.array) -> SamplerOutput:
-        draft_spans = None if span == 1 else DraftSpans(lens, draft_ids)
+        draft_spans = None if span == 1 else DraftSpans(RaggedRows.of(lens), draft_ids)
         return sampler.sample(logits, req_indices, before, mask, draft_spans)
 
     out = sample(mx.zeros((num_rows, wide)), mx.zeros((num_rows,), dtype=mx.int32))

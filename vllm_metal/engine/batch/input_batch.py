@@ -163,7 +163,7 @@ class _SampledRows:
             else:
                 last = mx.array(in_span == lens[span] - 1)
                 tokens = mx.where(last, -1, _draft_of(drafts, owners, in_span))
-            draft_spans = DraftSpans(lens, tokens)
+            draft_spans = DraftSpans(spans, tokens)
         return _SampledRows(owners, in_span, (ends - lens)[span] + in_span, draft_spans)
 
 

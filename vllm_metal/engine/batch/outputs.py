@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors
 
-from metal_kernels.layout import PositionLag, RaggedRows
+from metal_kernels.layout import PositionLag
 from vllm_metal.engine.batch.input_batch import InputBatch
 from vllm_metal.engine.batch.requests import Requests
 from vllm_metal.engine.sample import Logprobs, SamplerOutput
@@ -133,10 +133,11 @@ class StepOutput:
         num_pending = np.count_nonzero(pending)
         # In most steps:
         if num_pending == len(pending) and req_indices_np.tobytes() == own.tobytes():
-            if accepted is None:
+            spans = self.batch.draft_spans
+            if spans is None or accepted is None:
                 rejected = mx.zeros_like(newest)
             else:
-                rejected = RaggedRows.of(lens).lasts - accepted
+                rejected = spans.rows.lasts - accepted
             return Unread(lens, starts, sampled.token_ids, rejected, newest)
         if not num_pending:
             return None
@@ -172,7 +173,7 @@ class StepOutput:
             rows[sampling] -= self.batch.num_drafts_np[sampling] - self.num_accepted()
         return rows
 
-    @cached_property
+    @property
     def _accepted_rows(self) -> tuple[list[int], list[int]]:
         """Start of each sampling request's sampled tokens, and the end of its accepted ones.
 

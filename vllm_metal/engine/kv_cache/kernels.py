@@ -341,7 +341,7 @@ class KernelBackend(KVBackend[KernelPlan]):
 
     def _attention_of_all(self, layout: StepLayout, kind: AttentionKind) -> AttentionPlan:
         """Plans the attention of all tokens by kernels; `StepLayout.attention` keeps the plan."""
-        key = kind, id(self)
+        key = kind, id(self)  # a pool has one backend, tests compare several
         if (found := layout.attention.get(key)) is not None:
             return found
         if kind.bidirectional:  # a drafter's block; the target verifies the same tokens

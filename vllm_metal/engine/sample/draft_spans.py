@@ -19,7 +19,7 @@ class DraftSpans:
     Raises ValueError if there are not as many drafts as rows.
     """
 
-    lens_np: np.ndarray  # int32 [R], rows of each request: one more than its drafts; at least 1
+    rows: RaggedRows  # of the R requests: one more than the drafts of each
     #: int32 [N], the draft for the token that each row samples; -1 on a span's last row. A draft
     #: outside the vocabulary is legal and never accepted.
     draft_ids: mx.array
@@ -30,14 +30,15 @@ class DraftSpans:
                 f"draft_ids has shape {self.draft_ids.shape}; draft_spans: {self.num_rows} rows"
             )
 
-    @cached_property
-    def rows(self) -> RaggedRows:
-        return RaggedRows.of(self.lens_np)
-
     @property
     def num_rows(self) -> int:
         """N, rows of all spans."""
         return len(self.rows.groups_np)
+
+    @property
+    def lens_np(self) -> np.ndarray:
+        """int32 [R], rows of each span."""
+        return self.rows.lens_np
 
     @property
     def starts_np(self) -> np.ndarray:
@@ -66,7 +67,7 @@ class DraftSpans:
         """Returns spans [first, last), with rows numbered from 0."""
         starts, lens = self.starts_np[first:last], self.lens_np[first:last]
         start, stop = int(starts[0]), int(starts[-1] + lens[-1])
-        return DraftSpans(lens, self.draft_ids[start:stop])
+        return DraftSpans(RaggedRows.of(lens), self.draft_ids[start:stop])
 
     def is_output(self, accepted: mx.array) -> mx.array:  # accepted: int32 [R], drafts of each span
         """Returns bool [N], whether a row's token is output: all drafts before it are accepted."""

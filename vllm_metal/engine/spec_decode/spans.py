@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -28,11 +28,10 @@ class Spans:
     req_indices_np: np.ndarray  # [R] int32
     starts_np: np.ndarray  # [R] int32
     ends_np: np.ndarray  # [R] int32
+    of_requests: RaggedRows = field(init=False)  # the tokens as rows of the R requests
 
-    @cached_property
-    def of_requests(self) -> RaggedRows:
-        """The tokens as rows of the R requests."""
-        return RaggedRows.of(self.ends_np - self.starts_np)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "of_requests", RaggedRows.of(self.ends_np - self.starts_np))
 
     @property
     def query_start_loc_np(self) -> np.ndarray:
