@@ -156,14 +156,14 @@ def write_hybrid(
         # Large weights, so that logits differ and depend on all the tokens before.
         large = array.ndim == 2 and ("attn" in name or "lm_head" in name)
         array = 2 * array if large else array
-        return 0.02 * array if guessable and _adds(name) else array
+        return 0.02 * array if guessable and adds(name) else array
 
     weights = dict(tree_flatten(tree_map_with_path(varied, model.parameters())))
     sizes = (text[f"num_{kind}_heads"] for kind in ("attention", "key_value"))
     shapes = mtp_shapes(family, *sizes, text["head_dim"])
     mtp = {name: mx.array(a.numpy()) for name, a in random_arrays(shapes).items()}
     if guessable:
-        mtp = {name: mx.zeros_like(a) if _adds(name) else a for name, a in mtp.items()}
+        mtp = {name: mx.zeros_like(a) if adds(name) else a for name, a in mtp.items()}
         mtp["mtp.fc.weight"] = mx.concatenate([mx.eye(64), mx.zeros((64, 64))], axis=1)
         mtp["mtp.pre_fc_norm_embedding.weight"] = mx.ones(64)
         mtp["mtp.norm.weight"] = next(
@@ -182,7 +182,7 @@ def write_hybrid(
     return folder
 
 
-def _adds(name: str) -> bool:
+def adds(name: str) -> bool:
     """Returns whether a layer adds this array's output to the hidden states."""
     return any(part in name for part in ("o_proj", "out_proj", "down_proj"))
 

@@ -21,7 +21,7 @@ import torch
 import transformers
 from engine.spec_decode import blocks, inkling
 from engine.spec_decode.heads import one_process, random_arrays, vllm_module, write_head
-from engine.spec_decode.hybrids import NaiveMTP, mtp_shapes
+from engine.spec_decode.hybrids import NaiveMTP, adds, mtp_shapes
 from engine.vision import checkpoints
 from engine.vision.checkpoints import HEAD_DIM, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, Family
 from engine.vision.reference import processor
@@ -105,6 +105,37 @@ def write(folder: Path, case: str, num_drafts: int = 3) -> Drafting:
     return Drafting(family, folder / "target", speculation | {"model": str(head)})
 
 
+def write_guessable(folder: Path, name: str) -> Drafting:
+    """Writes a toy whose newest token mostly determines the next, and a head that reads it alone.
+
+    `name`: "qwen3_5", whose head is its MTP layer, or "qwen3_vl", with an EAGLE head.
+    """
+    method = {"qwen3_5": "mtp", "qwen3_vl": "eagle"}[name]
+    family, speculation = checkpoints.FAMILIES[name], {"method": method}
+    changes = CHANGES[name] | ({"mtp_num_hidden_layers": 1} if method == "mtp" else {})
+    family.write(folder / "target", few=True, **changes)
+    if method == "mtp":
+        _add_mtp(folder / "target")
+    else:
+        text = json.loads((folder / "target" / "config.json").read_text())["text_config"]
+        speculation["model"] = str(_eagle(folder / "head", text))
+    own_token = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)
+    for path in folder.glob("*/model.safetensors"):
+        arrays = load_file(path)
+        for key, array in arrays.items():
+            of_head = path.parent.name == "head" or key.startswith("mtp.")
+            if adds(key) and ("language_model" in key or of_head):
+                arrays[key] = 0.0 * array if of_head else 0.02 * array
+            elif key.endswith("fc.weight"):
+                arrays[key] = own_token
+            elif key.endswith(
+                ("language_model.norm.weight", "mtp.norm.weight", "fc_norm_embedding.weight")
+            ):
+                arrays[key] = torch.zeros_like(array) if method == "mtp" else torch.ones_like(array)
+        save_file(arrays, path, {"format": "pt"})
+    return Drafting(family, folder / "target", speculation | {"num_speculative_tokens": 3})
+
+
 def _add_mtp(folder: Path) -> None:
     """Adds an MTP layer to a checkpoint, with norms stored minus one."""
     shapes = mtp_shapes("qwen3_5", HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE)
@@ -141,33 +172,49 @@ _LLAMA = {
 }
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_MROPE = {"mrope_section": [14, 13, 13], "mrope_interleaved": True}
+
+
 def _eagle3(folder: Path, text: Mapping[str, Any], mrope: bool) -> Path:
     """Writes a head with the target's embedding and head."""
-    both, width = 2 * HEAD_DIM, 2 * HIDDEN
-    vocab, layer = text["vocab_size"], "midlayer"
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{layer}.self_attn.q_proj.weight": (both, width),
-        f"{layer}.self_attn.k_proj.weight": (HEAD_DIM, width),
-        f"{layer}.self_attn.v_proj.weight": (HEAD_DIM, width),
-        f"{layer}.self_attn.o_proj.weight": (HIDDEN, both),
-        f"{layer}.mlp.gate_proj.weight": (96, HIDDEN),
-        f"{layer}.mlp.up_proj.weight": (96, HIDDEN),
-        f"{layer}.mlp.down_proj.weight": (HIDDEN, 96),
-        "fc.weight": (HIDDEN, len(TAPS) * HIDDEN),
-    }
-    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-    shapes |= {f"{layer}.{norm}.weight": (HIDDEN,) for norm in norms} | {"norm.weight": (HIDDEN,)}
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
-    if mrope:
-        rope |= {"mrope_section": [14, 13, 13], "mrope_interleaved": True}
+    shapes = _layer("midlayer", 2 * HIDDEN) | {"fc.weight": (HIDDEN, len(TAPS) * HIDDEN)}
+    norms = ("midlayer.input_layernorm", "midlayer.hidden_norm", "norm")
+    shapes |= {f"{norm}.weight": (HIDDEN,) for norm in norms}
     config = _LLAMA | {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "vocab_size": vocab,
+        "vocab_size": text["vocab_size"],
         "eagle_aux_hidden_state_layer_ids": list(TAPS),
         "num_aux_hidden_states": len(TAPS),
-        "rope_parameters": rope,
+        "rope_parameters": _ROPE | (_MROPE if mrope else {}),
     }
     return write_head(folder, shapes, {}, config, "model.safetensors")
+
+
+def _eagle(folder: Path, text: Mapping[str, Any]) -> Path:
+    """Writes a head of EAGLE's first version."""
+    shapes = _layer("layers.0", HIDDEN) | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
+    config = _LLAMA | {
+        "architectures": ["EagleLlamaForCausalLM"],
+        "vocab_size": text["vocab_size"],
+        "rope_parameters": _ROPE | _MROPE,
+    }
+    return write_head(folder, shapes, {}, config, "model.safetensors")
+
+
+def _layer(name: str, width: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a Llama layer whose attention reads rows of `width`."""
+    both = 2 * HEAD_DIM
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.self_attn.q_proj.weight": (both, width),
+        f"{name}.self_attn.k_proj.weight": (HEAD_DIM, width),
+        f"{name}.self_attn.v_proj.weight": (HEAD_DIM, width),
+        f"{name}.self_attn.o_proj.weight": (HIDDEN, both),
+        f"{name}.mlp.gate_proj.weight": (96, HIDDEN),
+        f"{name}.mlp.up_proj.weight": (96, HIDDEN),
+        f"{name}.mlp.down_proj.weight": (HIDDEN, 96),
+    }
+    return shapes | {f"{name}.post_attention_layernorm.weight": (HIDDEN,)}
 
 
 def _dflash(folder: Path, text: Mapping[str, Any], mrope: bool) -> Path:

@@ -139,7 +139,9 @@ def serving(drafting, speculates=True, **options):
         "max_num_seqs": 4,
         "dtype": "float32",
         "kv_cache_memory_bytes": 16 << 20,
-        "additional_config": {"fixed_draft_length": True},
+        "additional_config": {"fixed_draft_length": True, "prompt_lookup": False}
+        if speculates
+        else {"drafts": "off"},
     }
     if speculates:
         settings["speculative_config"] = drafting.speculation

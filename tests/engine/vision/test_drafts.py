@@ -8,15 +8,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from e2e.drafting import draft_counts, transfer, watching
-from e2e.harness import counters
+from e2e.harness import counters, run_out
 from e2e.test_lora import named
 from e2e.test_lora_images import TEXT, adapted
 from engine.models.cases import cases
 from engine.spec_decode import assistants
 from engine.spec_decode.heads import CONFIG, TIE, write_head, write_target
-from engine.spec_decode.image_drafts import CASES, Drafting, Target, write
+from engine.spec_decode.image_drafts import CASES, Drafting, Target, write, write_guessable
 from engine.vision.checkpoints import FAMILIES, HEAD_DIM, HIDDEN
-from engine.vision.drafting import CLOSE, answers, asked, judge_of, noting, serving
+from engine.vision.drafting import CLOSE, WIDE, WORDS, answers, asked, judge_of, noting, serving
+from vllm import SamplingParams
 
 from vllm_metal.engine.spec_decode.block_attention import BlockAttention
 from vllm_metal.engine.spec_decode.head_images import HeadImages
@@ -56,6 +57,30 @@ def test_tokens_stay_and_drafts_are_those_of_an_outside_reference(case, tmp_path
     assert gap <= TIE and error <= CLOSE
     assert "dflash" in case or noted.num_ahead > 0
     assert "dflash" in case or "several" in case or len(noted.rows) > 50
+
+
+@pytest.mark.usefixtures("unfused")
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_vl", marks=pytest.mark.more)])
+def test_as_many_drafts_are_accepted_after_an_image_as_without_it(name, tmp_path, monkeypatch):
+    """Of a target that is guessable, and a head that guesses."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    drafting = write_guessable(tmp_path, name)
+    words, params = WORDS * 2, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    image = {"image": WIDE}
+    shown = {"prompt": f"{drafting.family.image} {words}", "multi_modal_data": image}
+    found, accepted = [], []
+    for speculates in (False, True):
+        with serving(drafting, speculates) as llm:
+            for prompt in (shown, {"prompt": words}):
+                before = draft_counts(llm)
+                (output,) = llm.generate([prompt], params, use_tqdm=False)
+                run_out(llm)
+                found.append(output.outputs[0].token_ids)
+                num_drafts, num_accepted = np.subtract(draft_counts(llm), before)
+                accepted.append(num_accepted / max(num_drafts, 1))
+    assert found[:2] == found[2:]
+    *_, after_image, without = accepted
+    assert after_image >= 0.8 * without > 0.4
 
 
 def _as_it_is(self, inputs, rows):
@@ -239,9 +264,18 @@ def test_an_engine_that_prefills_for_others_reads_what_one_that_drafts_does(
                 ((ids, _), *_), _ = answers(llm, [prompt])
                 found[role, number] = [read[index] for index in range(len(ids) - 1)]
             assert (draft_counts(llm)[0] > 0) == (role == "drafts")
+    all_rows = [row for rows in found.values() for row in rows]
+    assert {len(row) for row in all_rows} == {2, 3}  # some passes rotate by three positions
+    size = next(len(row[2][0]) for row in all_rows if len(row) == 3)
+    frequencies = 10000.0 ** (-np.arange(size) / size)
     for number in range(len(prompts)):
-        assert found["produces", number] == found["drafts", number]
-    assert len({len(arrays) for arrays in found["drafts", 1]}) == 2  # some rows are rotated
+        for one, other in zip(found["produces", number], found["drafts", number], strict=True):
+            assert one[0] == other[0]
+            # Passes without an image rotate by a position; they may end at other rows.
+            turns = [
+                of[2:] or [[np.cos(a := of[1] * frequencies), np.sin(a)]] for of in (one, other)
+            ]
+            np.testing.assert_allclose(*turns, atol=1e-5)
 
 
 def test_a_head_that_embeds_tokens_in_another_width_is_named():
