@@ -13,10 +13,20 @@ from e2e.test_lora import named
 from e2e.test_lora_images import TEXT, adapted
 from engine.models.cases import cases
 from engine.spec_decode import assistants
-from engine.spec_decode.heads import CONFIG, TIE, write_head, write_target
+from engine.spec_decode.heads import CONFIG, TIE, random_arrays, write_head, write_target
 from engine.spec_decode.image_drafts import CASES, Drafting, Target, write, write_guessable
 from engine.vision.checkpoints import FAMILIES, HEAD_DIM, HIDDEN
-from engine.vision.drafting import CLOSE, WIDE, WORDS, answers, asked, judge_of, noting, serving
+from engine.vision.drafting import (
+    CLOSE,
+    FEW,
+    WIDE,
+    WORDS,
+    answers,
+    asked,
+    judge_of,
+    noting,
+    serving,
+)
 from vllm import SamplingParams
 
 from vllm_metal.engine.spec_decode.block_attention import BlockAttention
@@ -219,8 +229,11 @@ def test_an_assistant_drafts_for_requests_with_images(tmp_path, monkeypatch):
     layers |= {"attention_k_eq_v": False, "global_head_dim": 2 * HEAD_DIM}
     config = assistants.CONFIG | {"backbone_hidden_size": HIDDEN, "text_config": layers}
     shapes = assistants.shapes(vocab=text["vocab_size"], size=HEAD_DIM, hidden=HIDDEN)
-    arrays = shapes, assistants.SCALARS, config
-    folder = write_head(tmp_path / "assistant", *arrays, "model.safetensors")
+    ends = "model.embed_tokens.weight"
+    embedding = random_arrays({ends: shapes[ends]})[ends]
+    embedding[FEW] *= 4  # so that it drafts what random requests may say
+    arrays = assistants.SCALARS | {ends: embedding}
+    folder = write_head(tmp_path / "assistant", shapes, arrays, config, "model.safetensors")
     speculation = {"method": "mtp", "model": str(folder), "num_speculative_tokens": 3}
     drafting = Drafting(family, tmp_path / "target", speculation)
     prompts, whole = asked(family), {"max_num_batched_tokens": 256}
