@@ -161,9 +161,10 @@ def step_ms(
         whole = time.thread_time() - started
         found[WHOLE].append(1e3 * whole)
         found[REST].append(1e3 * (whole - meter.seconds.get(overhead.HAND_OVER, 0.0)))
-        mx.eval(later)
-        mx.synchronize()
-        later.clear()
+        if args.kernels:
+            mx.eval(later)
+            mx.synchronize()
+            later.clear()
     CompiledForward.__call__, mx.async_eval = call, submit
     core.abort_request(req_ids)
     while core.has_unfinished_requests():
@@ -199,9 +200,8 @@ def measure(args: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
         meter = overhead.Meter()
         for function in ("eval", "async_eval"):
             meter.wrap(mx, function, overhead.HAND_OVER)
-        for run in range(
-            args.repeats
-        ):  # alternating, so that a drifting machine affects both alike
+        # Alternating, so that a drifting machine affects both alike.
+        for run in range(args.repeats):
             for count in REQUESTS:
                 for name, llm in engines.items():
                     found = step_ms(llm, meter, count, run, args)

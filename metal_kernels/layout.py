@@ -63,6 +63,11 @@ class RaggedRows:
         return mx.array(self.offsets_np)
 
     @cached_property
+    def shortest(self) -> int:
+        """Rows of the smallest group, at most 1."""
+        return int(self.lens_np.min(initial=1))
+
+    @cached_property
     def even_length(self) -> int | None:
         """Rows of each group, if all have the same number; else None."""
         lens = set(self.lens_np.tolist())

@@ -40,7 +40,7 @@ class Dispatch:
     shared: Dispatch | None = None
     listed: bool = False  # whether `requests` has an entry per query row
     wide: bool = False  # decode only: whether threadgroups have 512 threads instead of 256
-    #: Whether each request is in one tile: seeing later rows then needs no other tiles.
+    #: Whether all rows of a request are in one tile, which serves them even if they see later ones.
     in_one_tile: bool = field(default=False, compare=False)
 
     @property

@@ -329,6 +329,8 @@ def test_an_empty_step_has_no_draft_spans():
 
 def test_contract_errors_name_the_cause():
     lens = np.array([2, 1], dtype=np.int32)
+    with pytest.raises(ValueError, match="at least one row"):
+        DraftSpans(RaggedRows.of(lens * [1, 0]), mx.zeros((2,), dtype=mx.int32))
     with pytest.raises(ValueError, match=r"draft_ids has shape \(2,\); draft_spans: 3 rows"):
         DraftSpans(RaggedRows.of(lens), mx.zeros((2,), dtype=mx.int32))
     sampler = Sampler(V, 1)

@@ -203,7 +203,7 @@ def _eagle(folder: Path, text: Mapping[str, Any]) -> Path:
 
 
 def _layer(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a Llama layer whose attention reads rows of `width`."""
+    """Returns the shapes of a Llama layer whose attention has inputs of `width` elements."""
     both = 2 * HEAD_DIM
     shapes: dict[str, tuple[int, ...]] = {
         f"{name}.self_attn.q_proj.weight": (both, width),

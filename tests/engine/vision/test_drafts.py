@@ -72,7 +72,7 @@ def test_tokens_stay_and_drafts_are_those_of_an_outside_reference(case, tmp_path
 @pytest.mark.usefixtures("unfused")
 @pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_vl", marks=pytest.mark.more)])
 def test_as_many_drafts_are_accepted_after_an_image_as_without_it(name, tmp_path, monkeypatch):
-    """Of a target that is guessable, and a head that guesses."""
+    """The newest token determines the target's next one, and the head drafts from it alone."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     drafting = write_guessable(tmp_path, name)
     words, params = WORDS * 2, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

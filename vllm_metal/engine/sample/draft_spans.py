@@ -16,7 +16,7 @@ from metal_kernels.layout import RaggedRows
 class DraftSpans:
     """Rows that verify drafts, one span per request; row k of a span follows its first k drafts.
 
-    Raises ValueError if there are not as many drafts as rows.
+    Raises ValueError if a span has no row, or there are not as many drafts as rows.
     """
 
     rows: RaggedRows  # of the R requests: one more than the drafts of each
@@ -25,6 +25,8 @@ class DraftSpans:
     draft_ids: mx.array
 
     def __post_init__(self) -> None:
+        if self.rows.shortest < 1:
+            raise ValueError("draft_spans need at least one row each")
         if self.draft_ids.shape != (self.num_rows,):
             raise ValueError(
                 f"draft_ids has shape {self.draft_ids.shape}; draft_spans: {self.num_rows} rows"

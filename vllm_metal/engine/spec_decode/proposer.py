@@ -98,7 +98,7 @@ class Proposer(ABC):
 
     #: Whether the host must know all tokens: requests then have no `unread`.
     reads_text: ClassVar[bool] = True
-    #: Whether requests have `num_before_np`.
+    #: Whether `propose` needs `DraftRequest.num_before_np`.
     reads_before: ClassVar[bool] = False
     #: How many tokens after a position its K/V depend on; at least 1.
     lookahead = 1
