@@ -33,9 +33,7 @@ def match_grammar_mask(
     if batch.drafts is not None:
         counts = batch.drafts.reserved_np.tolist()
         reserved = {state.req_id: n for state, n in zip(batch.requests, counts, strict=True)}
-    draft_spans = batch.draft_spans
-    starts = np.arange(len(sampling)) if draft_spans is None else draft_spans.starts_np
-    lens = np.ones(len(sampling), np.int64) if draft_spans is None else draft_spans.lens_np
+    starts, lens = batch.spans.starts_np, batch.spans.lens_np
     rows, mask_rows, unmasked, mask_row = [], [], [], 0
     acceptable = output.num_acceptable_drafts or [0] * len(output.structured_output_request_ids)
     for req_id, num_seen in zip(output.structured_output_request_ids, acceptable, strict=True):
@@ -50,7 +48,8 @@ def match_grammar_mask(
     mask = GrammarMask(
         np.concatenate(rows).astype(np.int32), output.grammar_bitmask[np.concatenate(mask_rows)]
     )
-    if draft_spans is not None and (without_mask := np.concatenate(unmasked)).size:
+    draft_spans, without_mask = batch.draft_spans, np.concatenate(unmasked)
+    if draft_spans is not None and without_mask.size:
         lacks_mask = np.zeros(len(batch.sample_req_indices_np), bool)
         lacks_mask[without_mask] = True
         kept = mx.where(mx.array(lacks_mask), -1, draft_spans.draft_ids)

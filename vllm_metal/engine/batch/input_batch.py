@@ -53,6 +53,7 @@ class InputBatch(Rows):
 
     requests: list[RequestState]  # [R]
     sampling_np: np.ndarray  # [N] int32, requests (indices into [R]) that sample a token
+    spans: RaggedRows  # rows that sample, of these N: one, and one for each draft
     sample_req_indices_np: np.ndarray  # [S] int32, of each row that samples
     # [S] int32, generated before that row, drafts included; an upper bound as positions are.
     num_output_tokens_np: np.ndarray
@@ -117,8 +118,9 @@ def prepare(
         positions=device_positions(positions, rows, lag),
         input_ids=input_ids,
         sampling_np=sampling,
+        spans=sampled.spans,
         sample_req_indices_np=req_indices[owners],
-        num_output_tokens_np=(num_outputs[owners] + sampled.in_span).astype(np.int32),
+        num_output_tokens_np=(num_outputs[owners] + sampled.spans.offsets_np).astype(np.int32),
         sample_lag=None if lag is None else lag.of(owners),
         draft_spans=sampled.draft_spans,
         drafts=drafts,
@@ -132,8 +134,8 @@ def prepare(
 class _SampledRows:
     """The S tokens after which a step samples: each such request's last token and its drafts."""
 
+    spans: RaggedRows  # the S rows, by request that samples
     owners: np.ndarray  # [S] indices of their requests in the step
-    in_span: np.ndarray  # [S] int32, index of a row in its request's draft span
     rows: np.ndarray  # [S] indices of the step's rows
     draft_spans: DraftSpans | None  # None: one row each
 
@@ -164,7 +166,7 @@ class _SampledRows:
                 last = mx.array(in_span == lens[span] - 1)
                 tokens = mx.where(last, -1, _draft_of(drafts, owners, in_span))
             draft_spans = DraftSpans(spans, tokens)
-        return _SampledRows(owners, in_span, (ends - lens)[span] + in_span, draft_spans)
+        return _SampledRows(spans, owners, (ends - lens)[span] + in_span, draft_spans)
 
 
 def _newest_ids(

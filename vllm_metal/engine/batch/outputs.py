@@ -91,7 +91,7 @@ class StepOutput:
                 began = time.perf_counter()
                 sampled = np.array(self.sampled.token_ids).tolist()
                 self.wait_s = time.perf_counter() - began
-                lens = self.span_lens_np().tolist()
+                lens = self.batch.spans.lens_np.tolist()
                 rows = zip(self.batch.sampling_np.tolist(), *self._accepted_rows, lens, strict=True)
                 for index, start, stop, count in rows:
                     self._token_ids[index] = accepted = sampled[start:stop]
@@ -104,16 +104,6 @@ class StepOutput:
     def is_read(self) -> bool:
         """Whether the host has read the tokens."""
         return self._token_ids is not None
-
-    def span_lens_np(self) -> np.ndarray:
-        """[N] int32, draft span of each sampling request: one more than the drafts it verifies."""
-        spans = self.batch.draft_spans
-        return np.ones(len(self.batch.sampling_np), np.int32) if spans is None else spans.lens_np
-
-    def _span_starts_np(self) -> np.ndarray:
-        """[N] int32, first sampled token of each sampling request."""
-        spans, num_reqs = self.batch.draft_spans, len(self.batch.sampling_np)
-        return np.arange(num_reqs, dtype=np.int32) if spans is None else spans.starts_np
 
     def unread(self, req_indices_np: np.ndarray) -> Unread | None:
         """Returns tokens that this step sampled for requests of a later step; None: there are none.
@@ -128,17 +118,14 @@ class StepOutput:
             return None
         pending = requests.have_unread_np(req_indices_np)
         own = self.batch.req_indices_np[self.batch.sampling_np]
-        lens, starts = self.span_lens_np(), self._span_starts_np()
+        spans = self.batch.spans
+        lens, starts = spans.lens_np, spans.starts_np
         accepted, newest = sampled.num_accepted, sampled.last_token_ids
         num_pending = np.count_nonzero(pending)
         # In most steps:
         if num_pending == len(pending) and req_indices_np.tobytes() == own.tobytes():
-            spans = self.batch.draft_spans
-            if spans is None or accepted is None:
-                rejected = mx.zeros_like(newest)
-            else:
-                rejected = spans.rows.lasts - accepted
-            return Unread(lens, starts, sampled.token_ids, rejected, newest)
+            rejected = mx.zeros_like(newest) if accepted is None else spans.lasts - accepted
+            return Unread(lens, starts[:-1], sampled.token_ids, rejected, newest)
         if not num_pending:
             return None
         # A request that has left and returned has another row, where nothing is pending.
@@ -179,7 +166,7 @@ class StepOutput:
 
         Waits for the device.
         """
-        starts_np = self._span_starts_np()
+        starts_np = self.batch.spans.starts_np[:-1]
         return starts_np.tolist(), (starts_np + 1 + self._num_accepted_np).tolist()
 
     def _failures(self) -> dict[str, str]:

@@ -373,7 +373,7 @@ class ModelRunner:
         self._last_token_ids = mx.put_along_axis(
             self._last_token_ids, mx.array(req_indices), output.sampled.last_token_ids, axis=0
         )
-        self._requests.note_sampled(req_indices, output.span_lens_np())
+        self._requests.note_sampled(req_indices, output.batch.spans.lens_np)
 
     def take_draft_token_ids(self) -> DraftTokenIds | None:
         """Drafts for vLLM's scheduler to reserve tokens for; None without speculation.
