@@ -55,6 +55,8 @@ CASES = {
     "qwen3_5, dflash": ("qwen3_5", "dflash"),
     "inkling, several mtp layers": ("inkling_mm_model", "mtp"),
 }
+#: The same for `write_guessable`.
+GUESSABLE = {"qwen3_5, mtp": ("qwen3_5", "mtp"), "qwen3_vl, eagle": ("qwen3_vl", "eagle")}
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,8 @@ class Drafting:
 
 
 def write(folder: Path, case: str, num_drafts: int = 3) -> Drafting:
-    """Writes a toy of CASES into a new folder."""
-    name, method = CASES[case]
+    """Writes a toy of CASES or GUESSABLE into a new folder."""
+    name, method = (CASES | GUESSABLE)[case]
     family = checkpoints.FAMILIES[name]
     if name == "inkling_mm_model":
         _write_inkling(family, folder / "target", num_drafts)
@@ -99,26 +101,19 @@ def write(folder: Path, case: str, num_drafts: int = 3) -> Drafting:
         _add_mtp(folder / "target")
         return Drafting(family, folder / "target", speculation)
     text = json.loads((folder / "target" / "config.json").read_text())["text_config"]
-    head = {"eagle3": _eagle3, "dflash": _dflash}[method](
+    head = {"eagle3": _eagle3, "eagle": _eagle, "dflash": _dflash}[method](
         folder / "head", text, mrope="one axis" not in case
     )
     return Drafting(family, folder / "target", speculation | {"model": str(head)})
 
 
-def write_guessable(folder: Path, name: str) -> Drafting:
-    """Writes a toy whose newest token mostly determines the next, and a head that reads it alone.
+def write_guessable(folder: Path, case: str) -> Drafting:
+    """Writes a toy of GUESSABLE: its newest token mostly determines the next.
 
-    `name`: "qwen3_5", whose head is its MTP layer, or "qwen3_vl", with an EAGLE head.
+    The head drafts from that token alone.
     """
-    method = {"qwen3_5": "mtp", "qwen3_vl": "eagle"}[name]
-    family, speculation = checkpoints.FAMILIES[name], {"method": method}
-    changes = CHANGES[name] | ({"mtp_num_hidden_layers": 1} if method == "mtp" else {})
-    family.write(folder / "target", few=True, **changes)
-    if method == "mtp":
-        _add_mtp(folder / "target")
-    else:
-        text = json.loads((folder / "target" / "config.json").read_text())["text_config"]
-        speculation["model"] = str(_eagle(folder / "head", text))
+    drafting = write(folder, case)
+    _, method = GUESSABLE[case]
     own_token = torch.cat([torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)], dim=1)
     for path in folder.glob("*/model.safetensors"):
         arrays = load_file(path)
@@ -133,7 +128,7 @@ def write_guessable(folder: Path, name: str) -> Drafting:
             ):
                 arrays[key] = torch.zeros_like(array) if method == "mtp" else torch.ones_like(array)
         save_file(arrays, path, {"format": "pt"})
-    return Drafting(family, folder / "target", speculation | {"num_speculative_tokens": 3})
+    return drafting
 
 
 def _add_mtp(folder: Path) -> None:
@@ -191,13 +186,13 @@ def _eagle3(folder: Path, text: Mapping[str, Any], mrope: bool) -> Path:
     return write_head(folder, shapes, {}, config, "model.safetensors")
 
 
-def _eagle(folder: Path, text: Mapping[str, Any]) -> Path:
+def _eagle(folder: Path, text: Mapping[str, Any], mrope: bool) -> Path:
     """Writes a head of EAGLE's first version."""
     shapes = _layer("layers.0", HIDDEN) | {"fc.weight": (HIDDEN, 2 * HIDDEN)}
     config = _LLAMA | {
         "architectures": ["EagleLlamaForCausalLM"],
         "vocab_size": text["vocab_size"],
-        "rope_parameters": _ROPE | _MROPE,
+        "rope_parameters": _ROPE | (_MROPE if mrope else {}),
     }
     return write_head(folder, shapes, {}, config, "model.safetensors")
 

@@ -14,7 +14,14 @@ from e2e.test_lora_images import TEXT, adapted
 from engine.models.cases import cases
 from engine.spec_decode import assistants
 from engine.spec_decode.heads import CONFIG, TIE, random_arrays, write_head, write_target
-from engine.spec_decode.image_drafts import CASES, Drafting, Target, write, write_guessable
+from engine.spec_decode.image_drafts import (
+    CASES,
+    GUESSABLE,
+    Drafting,
+    Target,
+    write,
+    write_guessable,
+)
 from engine.vision.checkpoints import FAMILIES, HEAD_DIM, HIDDEN
 from engine.vision.drafting import (
     CLOSE,
@@ -70,11 +77,11 @@ def test_tokens_stay_and_drafts_are_those_of_an_outside_reference(case, tmp_path
 
 
 @pytest.mark.usefixtures("unfused")
-@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_vl", marks=pytest.mark.more)])
-def test_as_many_drafts_are_accepted_after_an_image_as_without_it(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("case", cases(GUESSABLE, ["qwen3_5, mtp"], ["qwen3_vl, eagle"]))
+def test_as_many_drafts_are_accepted_after_an_image_as_without_it(case, tmp_path, monkeypatch):
     """The newest token determines the target's next one, and the head drafts from it alone."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    drafting = write_guessable(tmp_path, name)
+    drafting = write_guessable(tmp_path, case)
     words, params = WORDS * 2, SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     image = {"image": WIDE}
     shown = {"prompt": f"{drafting.family.image} {words}", "multi_modal_data": image}
